@@ -1,0 +1,1 @@
+"""Where each supported model keeps its session state: one file a model."""

@@ -1,0 +1,1 @@
+"""What this plugin knows of vLLM-Omni: the seams that it hooks and how it hooks them."""
