@@ -1,0 +1,45 @@
+"""Fixtures for the tests that need the host itself, and the quiet under which all of them run.
+
+One thread everywhere, also in child processes: one and two threads give different bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+HOST = all(importlib.util.find_spec(name) is not None for name in ("vllm", "vllm_omni", "omni_tiny"))
+
+
+def pytest_collection_modifyitems(items):
+    if HOST:
+        return
+    skip = pytest.mark.skip(reason="vLLM-Omni and the harness are not installed: make .venv")
+    for item in items:
+        if item.get_closest_marker("host"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def dreamzero_checkpoint():
+    """A tiny DreamZero checkpoint, written once per run, in memory where the machine has such a place."""
+    from omni_tiny.checkpoint.dreamzero import write_dreamzero
+
+    shared_memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        prefix="tiny-dreamzero-", dir=shared_memory if shared_memory.is_dir() else None
+    ) as folder:
+        yield write_dreamzero(folder)

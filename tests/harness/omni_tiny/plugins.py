@@ -1,0 +1,20 @@
+"""The entry points through which vLLM-Omni finds this package, in the parent and in every worker."""
+
+from __future__ import annotations
+
+from omni_tiny.import_hooks import after_import
+
+
+def platform() -> str | None:
+    """Name the CPU platform, or none where an accelerator is present."""
+    import torch
+
+    return None if torch.accelerator.is_available() else "omni_tiny.platform.CpuOmniPlatform"
+
+
+def general() -> None:
+    """Make the host's hard-coded sizes small and its worker process fit for a CPU, once they are imported."""
+    from omni_tiny import tiny
+
+    after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.shrink_dreamzero)
+    after_import("vllm_omni.diffusion.worker.diffusion_worker", tiny.pack_outputs_without_stream)
