@@ -15,6 +15,7 @@ import sys
 TYPE_CHECKING = False  # as type checkers know it; typing and importlib.abc would cost 20 ms at every start
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 

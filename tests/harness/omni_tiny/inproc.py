@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.random import Generator
+    from typing_extensions import Self
 
 ENGINE = "vllm_omni.experimental.ar_diffusion.engine.ARDiffusionEngine"
 """The one engine that DreamZero runs on."""
@@ -277,7 +278,7 @@ class TinyDreamZero:
         """Shut the worker down; after the last one torch's process groups are gone."""
         self.worker.shutdown()
 
-    def __enter__(self) -> TinyDreamZero:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:

@@ -76,7 +76,10 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_diffusion_attn_backend_cls(
-        cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
+        cls,
+        selected_backend: str | None,
+        head_size: int,
+        allow_trtllm_default: bool = False,  # noqa: FBT001, FBT002
     ) -> str:
         return "omni_tiny.attention.CpuSDPABackend"
 

@@ -20,7 +20,7 @@ def observation(rng: Generator, *, session: str, prompt: str, frames: int = 4) -
         rng: Two generators of one state give equal observations.
         session: The session's id, as the robot protocol carries it.
         prompt: What the robot is told to do.
-        frames: Pictures per camera: 1, or a chunk of 4. The first step of a session looks at the last one only.
+        frames: Pictures per camera: 1, or a chunk of 4. A session's first step looks at the last one only.
     """
     shape = (*CAMERA, 3) if frames == 1 else (frames, *CAMERA, 3)
     views = ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
