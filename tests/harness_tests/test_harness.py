@@ -96,3 +96,15 @@ def test_workers_with_and_without_the_flag_live_one_after_the_other_and_side_by_
             ]
             assert steps[0].equals(steps[1])
             assert steps[0].equals(outputs[False][number])
+
+
+def test_the_worker_process_gives_the_same_bits_as_this_process(model, dreamzero_checkpoint, tmp_path):
+    from omni_tiny.omni_runs import OmniDreamZero, write_deploy
+
+    prompts = {"a": "pick up the cup", "b": "open the drawer"}
+    here = run(model, prompts)
+    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint)
+    with OmniDreamZero(dreamzero_checkpoint, deploy) as served:
+        assert all(same(here, run(served, prompts)))
+        with pytest.raises(RuntimeError, match="no_such_method"):
+            served.call("no_such_method")

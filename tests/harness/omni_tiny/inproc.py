@@ -167,7 +167,8 @@ def empty_pipeline(checkpoint: str | Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set one environment variable for a while."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -209,7 +210,7 @@ class TinyDreamZero:
             checkpoint, flag=flag, num_inference_steps=num_inference_steps, **fields
         )
         self._numbers = itertools.count()
-        with _environment(FREE_BYTES_VARIABLE, str(free_bytes(capacity))):
+        with environment(FREE_BYTES_VARIABLE, str(free_bytes(capacity))):
             self.worker = make_worker(self.config)
         if self.capacity != capacity:
             self.shutdown()
