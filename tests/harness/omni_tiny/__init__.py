@@ -4,9 +4,11 @@ Nothing is imported here: the interpreter passes through this file at every star
 
 * `import_hooks`: what makes the host's neighbours importable beside a CPU build of torch;
 * `plugins`: the two entry points through which the host finds this package;
-* `platform`: the CPU as an out-of-tree platform of vLLM-Omni;
+* `platform`, `attention`: the CPU as an out-of-tree platform of vLLM-Omni;
 * `tiny`: the host's hard-coded sizes, made small;
 * `checkpoint`: writers of tiny checkpoints in the real on-disk layout;
+* `capacity`: the free memory that makes the runner keep so many sessions;
+* `robot`: what a robot sends;
 * `inproc`: worker, runner and pipeline in this process;
 * `omni_runs`: the same model through `Omni`, in a worker process.
 """
