@@ -396,7 +396,19 @@ def test_plain_values_hold_nothing_and_are_not_worth_a_report():
     import weakref
 
     colour = enum.Enum("colour", "RED")
-    plain = [1, 2.0, 3j, "s", True, None, ..., range(10**9), torch.float16, torch.device("cpu"), torch.Size([2])]
+    plain = [
+        1,
+        2.0,
+        3j,
+        "s",
+        True,
+        None,
+        ...,
+        range(10**9),
+        torch.float16,
+        torch.device("cpu"),
+        torch.Size([2]),
+    ]
     plain += [np.float32(1), np.str_("s"), np.dtype("f4"), colour.RED, dt.timedelta(1), pathlib.Path("x")]
     plain += [weakref.ref(Plain), torch.strided, b"", np.bool_(0)]
     found = footprint(plain, *plain)
