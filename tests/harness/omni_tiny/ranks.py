@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import tempfile
 import time
 import traceback
 from multiprocessing.connection import wait
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_tiny.world import WORLD, free_port
+from omni_tiny.world import WORLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,28 +51,28 @@ def run_in_ranks(
         RankFailedError: If any rank raised, died without a word, or was not done in time.
     """
     spawn = multiprocessing.get_context("spawn")
-    port = free_port()
     processes, ears = [], {}
-    for rank in range(size):
-        ear, mouth = spawn.Pipe(duplex=False)
-        process = spawn.Process(
-            target=_rank,
-            args=(mouth, function, args, kwargs),
-            kwargs={"rank": rank, "size": size, "port": port},
-        )
-        process.start()
-        mouth.close()
-        processes.append(process)
-        ears[ear] = rank
-    try:
-        return _collect(ears, time.monotonic() + limit_s, limit_s)
-    except RankFailedError:
-        for process in processes:
-            process.kill()
-        raise
-    finally:
-        for process in processes:
-            process.join()
+    with tempfile.TemporaryDirectory(prefix="tiny-world-") as folder:
+        try:
+            for rank in range(size):
+                ear, mouth = spawn.Pipe(duplex=False)
+                process = spawn.Process(
+                    target=_rank,
+                    args=(mouth, function, args, kwargs),
+                    kwargs={"rank": rank, "size": size, "meeting_place": folder},
+                )
+                process.start()
+                mouth.close()  # so that a rank which dies closes the last end of its pipe
+                processes.append(process)
+                ears[ear] = rank
+            return _collect(ears, time.monotonic() + limit_s, limit_s)
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        finally:
+            for process in processes:
+                process.join()
 
 
 def _collect(ears: dict[Connection, int], deadline: float, limit_s: float) -> list[Any]:
@@ -101,9 +102,9 @@ def _rank(
     *,
     rank: int,
     size: int,
-    port: int,
+    meeting_place: str,
 ) -> None:
-    WORLD.take_rank(rank, size=size, port=port)
+    WORLD.take_rank(rank, size=size, meeting_place=meeting_place)
     try:
         answer = (True, function(rank, *args, **kwargs))
     except BaseException:  # noqa: BLE001  the parent must hear of anything, or it waits for the limit

@@ -6,15 +6,14 @@ processes: ``ranks`` does.
 
 from __future__ import annotations
 
-import socket
-from dataclasses import dataclass
+import itertools
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-
-def free_port() -> int:
-    """Return a port of the loopback that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(slots=True)
@@ -27,18 +26,25 @@ class World:
 
     rank: int = 0
     size: int = 1
-    port: int | None = None
+    meeting_place: str | None = None
     models: int = 0
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def take_rank(self, rank: int, *, size: int, port: int) -> None:
+    def take_rank(self, rank: int, *, size: int, meeting_place: str) -> None:
         """Say which rank this process is; before the first model of the process.
+
+        Args:
+            rank: From 0.
+            size: Number of ranks.
+            meeting_place: An empty folder that all ranks see.
 
         Raises:
             RuntimeError: A model is alive, so the group has its ranks already.
         """
         if self.models:
             raise RuntimeError(f"rank={rank} taken with {self.models} models alive: close them first")
-        self.rank, self.size, self.port = rank, size, port
+        self.rank, self.size, self.meeting_place = rank, size, meeting_place
 
     def enter(self, *, cfg_parallel_size: int = 1) -> None:
         """Count one more model, and form the groups with the first.
@@ -54,11 +60,16 @@ class World:
         from vllm_omni.diffusion.worker import diffusion_worker as host
 
         if self.models == 0:
+            if self.meeting_place is None:
+                self.folder = tempfile.TemporaryDirectory(prefix="tiny-world-")
+                self.meeting_place = self.folder.name
+            # A file of its own for each world: through the last one's, ranks would find dead addresses.
+            place = Path(self.meeting_place) / f"world-{next(self.numbers)}"
             host.init_distributed_environment(
                 world_size=self.size,
                 rank=self.rank,
                 local_rank=self.rank,
-                distributed_init_method=f"tcp://127.0.0.1:{self.port or free_port()}",
+                distributed_init_method=place.as_uri(),
             )
             if not model_parallel_is_initialized():
                 host.initialize_model_parallel(cfg_parallel_size=cfg_parallel_size)
