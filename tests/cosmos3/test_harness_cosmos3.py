@@ -1,6 +1,7 @@
 """The tiny Cosmos3 is fit to compare with: every kind runs, repeats itself, and depends on what it is given.
 
-Covers the harness and what the host alone does with its flag off and on. The plugin is not here.
+Covers the harness, the flag off against the flag on, and what the host does alone, without any plugin. What
+the flag's state holds and lets go is not here.
 """
 
 from __future__ import annotations
