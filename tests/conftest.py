@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
+for name in [name for name in os.environ if name.startswith("OMNI_DIFFUSION_SESSION_STATE_MANAGER")]:
+    del os.environ[name]  # each test says itself what is set
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")

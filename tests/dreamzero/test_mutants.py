@@ -1,0 +1,68 @@
+"""The suite can fail: each mistake that the plugin could make is caught by a test of this folder."""
+
+import logging
+
+import mutants
+import pytest
+import test_session_state_equivalence as equivalence
+import test_state_fields as fields
+from lockstep import Lockstep
+
+from vllm_omni_session_state import SessionStateManager
+from vllm_omni_session_state.adapters.dreamzero import view_of
+from vllm_omni_session_state.plugin import register
+
+pytestmark = pytest.mark.host
+
+
+def attaches_once(load, caplog):
+    """One load, one manager, however often the plugin was registered."""
+    register()
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="vllm_omni.session_state"), load():
+        lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "experimental" in line]) == 1
+    assert not [line for line in lines if "loaded again" in line]
+
+
+def test_one_load_attaches_once(load_managed, caplog):
+    attaches_once(load_managed, caplog)
+
+
+EVERYTHING_EQUAL = equivalence.test_every_output_and_field_is_equal_through_all_that_can_happen
+CAUGHT_BY = {
+    mutants.view_keyed_to_the_wrong_session: EVERYTHING_EQUAL,
+    mutants.buffer_setter_shares_the_callers_list: fields.test_an_assigned_buffer_shares_no_list,
+    mutants.ring_one_frame_short: EVERYTHING_EQUAL,
+    mutants.ring_one_frame_long_that_aliases: EVERYTHING_EQUAL,
+    mutants.attribute_kept_on_the_view: EVERYTHING_EQUAL,
+    mutants.drop_that_forgets: fields.test_after_close_every_storage_of_the_session_is_dead,
+    mutants.reset_that_skips_an_attribute: fields.test_reset_leaves_no_field_behind,
+    mutants.hook_that_attaches_twice: attaches_once,
+}
+
+
+def test_every_mutant_has_its_test():
+    assert set(CAUGHT_BY) == set(mutants.MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_mutant_is_caught(mutant, bespoke, load_managed, host_state, caplog):
+    check = CAUGHT_BY[mutant]
+    wants = check.__code__.co_varnames[: check.__code__.co_argcount]
+    with mutant():
+        given = {"load": load_managed, "caplog": caplog}
+        managed = None
+        if "pair" in wants:
+            managed = load_managed()
+            given["pair"] = Lockstep(bespoke, managed).fresh()
+        if "view" in wants:
+            given["host_state"] = host_state
+            given["session"] = SessionStateManager().get_or_create_session("a")
+            given["view"] = view_of(given["session"], host_state, window=2)
+        try:
+            with pytest.raises(AssertionError):
+                check(**{name: given[name] for name in wants})
+        finally:
+            if managed is not None:
+                managed.shutdown()

@@ -1,0 +1,257 @@
+"""DreamZero: which field of the model's own state lives where.
+
+The view inherits vLLM-Omni's own ``DreamZeroState``, so every rule (frame accumulation, resets, encoder
+stream) is the host's and follows its version; what is written here is one line a field. Attention KV is
+not here: the AR-Diffusion engine owns it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from vllm_omni_session_state.adapters.patches import Patches
+from vllm_omni_session_state.events import say_once
+from vllm_omni_session_state.ids import session_key
+from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.objects import LatentBuffer
+from vllm_omni_session_state.session import HoldsSession, SessionAttr, SessionState, Unset
+
+_OWN = frozenset({"_session", "_vae_encoder_window"})
+"""What a view itself holds; everything else is the session's."""
+
+
+class BufferField:
+    """A list or deque of the model that lives in a ``LatentBuffer`` of the session.
+
+    Reading hands out the buffer's own container, so that the model's ``append`` and ``torch.cat`` work on
+    it. Assigning rebuilds the buffer from any iterable: a ring where that is a bounded deque, else an
+    append buffer.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, obj: HoldsSession | None, owner: type) -> Any:
+        return self if obj is None else self._buffer(obj).container
+
+    def __set__(self, obj: HoldsSession, value: Iterable[Any]) -> None:
+        buffer: LatentBuffer[Any] = LatentBuffer()
+        buffer.replace(value, maxlen=value.maxlen if isinstance(value, deque) else None)
+        obj._session.put(self.name, buffer)
+
+    def _buffer(self, obj: HoldsSession) -> LatentBuffer[Any]:
+        buffer = obj._session.get(self.name)
+        if not isinstance(buffer, LatentBuffer):
+            buffer = obj._session.put(self.name, LatentBuffer())
+        if not buffer.resident:  # its session ended while this view was held: write on, for the holder alone
+            buffer.allocate(maxlen=buffer.maxlen)
+        return buffer
+
+
+class EncoderWindowField:
+    """The VAE encoder's output, of which the session keeps the last ``num_frame_per_block`` frames.
+
+    The model's only reader quantises it pointwise in time and takes that many frames from the end, so the
+    earlier ones never matter; the model itself keeps them all for as long as the session lives.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, obj: DreamZeroFields | None, owner: type) -> Any:
+        if obj is None:
+            return self
+        buffer = obj._session.get(self.name)
+        return buffer.container[-1] if isinstance(buffer, LatentBuffer) and len(buffer) else None
+
+    def __set__(self, obj: DreamZeroFields, value: torch.Tensor | None) -> None:
+        # A copy: a slice would keep the whole history's storage alive.
+        kept = () if value is None else (value[:, :, -obj._vae_encoder_window :].clone(),)
+        ring: LatentBuffer[torch.Tensor] = LatentBuffer()
+        ring.replace(kept, maxlen=1)
+        obj._session.put(self.name, ring)
+
+
+class DreamZeroFields:
+    """Where each field of ``DreamZeroState`` lives; shapes are the model's own."""
+
+    call_count = SessionAttr[int](default=0, coerce=int)
+    current_start_frame = SessionAttr[int](default=0, coerce=int)
+    clip_feas = SessionAttr[torch.Tensor | None](default=None)
+    ys = SessionAttr[torch.Tensor | None](default=None)
+    language = SessionAttr[torch.Tensor | None](default=None)
+    prompt_embeds = SessionAttr[torch.Tensor | None](default=None)
+    vae_stream_initialized = SessionAttr[bool](default=False, coerce=bool)
+    # 603 MiB at the shipped size, yet an attribute: it is replaced wholesale and cannot be rebuilt.
+    vae_enc_feat_map = SessionAttr[list[torch.Tensor | None] | None](default=None)
+    vae_pending_body_frames = SessionAttr[torch.Tensor | None](default=None)
+    stitched_buffer = BufferField()
+    video_latents_across_time = BufferField()
+    vae_encoder_out = EncoderWindowField()
+
+    _session: SessionState
+    _vae_encoder_window: int
+
+    @property
+    def session_id(self) -> str:
+        """Key of the session that this view shows."""
+        return self._session.key
+
+    @property
+    def vae_encoder_window(self) -> int:
+        """Latent frames of encoder output that are kept; the host refuses to read more."""
+        return self._vae_encoder_window
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _OWN:
+            _declare(type(self), name)
+        object.__setattr__(self, name, value)
+
+
+def _declare(view: type, name: str) -> None:
+    """Carry a field that the model grew: give it a home in the session the first time it is set."""
+    held = _declared(view, name)
+    if hasattr(type(held), "__set__"):
+        return
+    field = SessionAttr[Any](default=held)
+    field.__set_name__(view, name)
+    setattr(view, name, field)
+    _declared.cache_clear()
+    say_once(
+        logging.WARNING,
+        ("undeclared", view.__name__, name),
+        "DreamZero's state has a field %r unknown to this plugin; its sessions carry it as an attribute",
+        name,
+    )
+
+
+@functools.cache
+def _declared(view: type, name: str) -> object:
+    for base in view.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return Unset.UNSET
+
+
+@functools.cache
+def view_class(host_state: type) -> type[DreamZeroFields]:
+    """The host's state class with its fields in a session."""
+    return type("ManagedDreamZeroState", (DreamZeroFields, host_state), {"__doc__": host_state.__doc__})
+
+
+def view_of(session: SessionState, host_state: type, *, window: int) -> DreamZeroFields:
+    """A view of ``session``; the host's ``__init__``, which resets it, runs for a new session only."""
+    cls = view_class(host_state)
+    view = cls.__new__(cls)
+    view._session = session
+    view._vae_encoder_window = window
+    if session.empty:
+        host_state.__init__(view)  # type: ignore[misc] # the view's class is made from it
+    return view
+
+
+class Pipeline(Protocol):
+    """What this adapter reads of the host's ``DreamZeroPipeline``."""
+
+    num_frame_per_block: int
+    state: object
+
+    def decode_accumulated_video_latents(self, session_id: str | None = None) -> torch.Tensor:
+        """Decode a session's chunks."""
+
+    def clear_accumulated_video_latents(self, session_id: str | None = None) -> None:
+        """Forget a session's chunks."""
+
+    def warmup_compile(self) -> None:
+        """Run the compiled parts once, on the default session."""
+
+
+class DreamZeroAdapter:
+    """Stands between one pipeline object and the manager.
+
+    The pipeline holds this object's methods, so this object holds the pipeline only weakly: a host that
+    lets go of a model to load it again must get the weights' memory back at once.
+    """
+
+    def __init__(self, pipeline: Pipeline, manager: SessionStateManager, host_state: type) -> None:
+        self._pipeline = weakref.ref(pipeline)
+        self._manager = manager
+        self._host_state = host_state
+        self._window = int(pipeline.num_frame_per_block)
+        self._only_existing = False
+
+    def get_or_create_state(self, session_id: str | None) -> DreamZeroFields:
+        """A view of that session, in place of the host's method of this name."""
+        if self._only_existing and session_id not in self._manager:
+            session = SessionState(session_key(session_id))  # of nobody: a look makes no session
+        else:
+            session = self._manager.get_or_create_session(session_id)
+        return view_of(session, self._host_state, window=self._window)
+
+    def drop_state(self, session_id: str | None) -> None:
+        """End that session, in place of the host's method, with the alias that would keep its view."""
+        self._manager.drop_session(session_id)
+        pipeline = self._host()
+        alias = pipeline.state
+        if isinstance(alias, DreamZeroFields) and alias.session_id == session_key(session_id):
+            pipeline.state = None
+
+    def decode(self, session_id: str | None = None) -> torch.Tensor:
+        """The host's ``decode_accumulated_video_latents``, which would make the session it looks for."""
+        pipeline = self._host()
+        with self._looking():
+            return type(pipeline).decode_accumulated_video_latents(pipeline, session_id)
+
+    def clear(self, session_id: str | None = None) -> None:
+        """The host's ``clear_accumulated_video_latents``, likewise."""
+        pipeline = self._host()
+        with self._looking():
+            type(pipeline).clear_accumulated_video_latents(pipeline, session_id)
+
+    def warmup_compile(self) -> None:
+        """The host's method of this name; it leaves its dummy frames in the default session, which ends."""
+        pipeline = self._host()
+        type(pipeline).warmup_compile(pipeline)
+        self.drop_state(None)
+
+    def _host(self) -> Pipeline:
+        pipeline = self._pipeline()
+        assert pipeline is not None, "whoever calls holds the pipeline"
+        return pipeline
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        self._only_existing = True
+        try:
+            yield
+        finally:
+            self._only_existing = False
+
+
+def attach(pipeline: Pipeline, manager: SessionStateManager, patches: Patches) -> None:
+    """Give ``pipeline`` manager-backed session state.
+
+    Args:
+        pipeline: The loaded ``DreamZeroPipeline``.
+        manager: Owner of its sessions.
+        patches: Takes note of each attribute that is set, so that all can be taken back together.
+    """
+    from vllm_omni.diffusion.models.dreamzero.state_dreamzero import DreamZeroState  # noqa: PLC0415
+
+    adapter = DreamZeroAdapter(pipeline, manager, DreamZeroState)
+    patches.set(pipeline, "_memory_manager", manager)
+    patches.set(pipeline, "_states", OrderedDict())
+    patches.set(pipeline, "_get_or_create_state", adapter.get_or_create_state)
+    patches.set(pipeline, "_drop_ar_diffusion_session_state", adapter.drop_state)
+    patches.set(pipeline, "decode_accumulated_video_latents", adapter.decode)
+    patches.set(pipeline, "clear_accumulated_video_latents", adapter.clear)
+    patches.set(pipeline, "warmup_compile", adapter.warmup_compile)
+    patches.set(pipeline, "state", adapter.get_or_create_state(None))

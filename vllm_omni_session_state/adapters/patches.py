@@ -1,0 +1,27 @@
+"""Attributes set on one object of the host, all of which can be taken back."""
+
+from __future__ import annotations
+
+_ABSENT = object()
+
+
+class Patches:
+    """What was set on which object, in order; nothing on a class is ever touched."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[object, str, object]] = []
+
+    def set(self, target: object, name: str, value: object) -> None:
+        """Set ``target.name`` and remember what the object itself held there."""
+        before = vars(target).get(name, _ABSENT)
+        setattr(target, name, value)
+        self._before.append((target, name, before))
+
+    def undo(self) -> None:
+        """Put everything back, the last change first."""
+        while self._before:
+            target, name, before = self._before.pop()
+            if before is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)

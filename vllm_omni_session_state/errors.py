@@ -1,0 +1,94 @@
+"""Errors that a caller can act on.
+
+Each carries what it is about as attributes and says the value, the setting and the remedy. A broken
+invariant of our own is no error of this kind: ``check()`` asserts those.
+"""
+
+from __future__ import annotations
+
+
+class SessionStateError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class NotAllocatedError(SessionStateError, RuntimeError):
+    """A state object was written or read before ``allocate()``.
+
+    Attributes:
+        kind: Class name of the state object.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind} is not allocated; call allocate() before writing or viewing it")
+
+
+class NothingStagedError(SessionStateError, RuntimeError):
+    """``commit()`` was asked to promote a staged payload, and none is staged.
+
+    Attributes:
+        kind: Class name of the state object.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind}.commit() found no staged payload; pass one, or call stage() first")
+
+
+class BadPayloadError(SessionStateError, ValueError):
+    """``import_payload()`` was given a tree that this kind of object did not export.
+
+    Attributes:
+        kind: Class name of the state object.
+    """
+
+    def __init__(self, kind: str, why: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind}.import_payload() refused its input and changed nothing: {why}")
+
+
+class AlreadyEncodedError(SessionStateError, RuntimeError):
+    """A write-once object was written a second time; what it holds is unchanged.
+
+    Attributes:
+        kind: Class name of the state object.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind} is written once and holds its content already; reset() it to encode anew")
+
+
+class IdentityMismatchError(SessionStateError, RuntimeError):
+    """Encoded content was asked for by somebody whose input it was not computed from.
+
+    Attributes:
+        kind: Class name of the state object.
+        held: Identity of what the content was computed from.
+        asked: Identity of the asker's input.
+    """
+
+    def __init__(self, kind: str, *, held: str, asked: str) -> None:
+        self.kind = kind
+        self.held = held
+        self.asked = asked
+        super().__init__(
+            f"{kind} was computed from {held} and will not serve {asked}: two requests use one session; "
+            "give each its own id"
+        )
+
+
+class SeamMismatchError(SessionStateError):
+    """A place in the host that the plugin hooks does not look as expected.
+
+    Attributes:
+        seam: Dotted name of the place.
+        expected: What the plugin was written for.
+        found: What the installed host has.
+    """
+
+    def __init__(self, seam: str, *, expected: str, found: str) -> None:
+        self.seam = seam
+        self.expected = expected
+        self.found = found
+        super().__init__(f"{seam}: expected {expected}, found {found}")

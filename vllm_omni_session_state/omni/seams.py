@@ -1,0 +1,86 @@
+"""The seams: every place in vLLM-Omni that this plugin hooks, with what it expects there.
+
+A seam that does not look as expected is left alone; the model then runs its own path. Signatures are
+compared by the names, kinds and optionality of parameters: annotations and the values of defaults may
+change under us without harm.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_omni_session_state.errors import SeamMismatchError
+
+LOADER_MODULE = "vllm_omni.diffusion.model_loader.diffusers_loader"
+LOADER_CLASS = "DiffusersPipelineLoader"
+LOADER_METHOD = "load_model"
+"""Of this one only the name is relied on: its wrapper hands every argument through."""
+
+_DREAMZERO = "vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero.DreamZeroPipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One method that is replaced or called.
+
+    Attributes:
+        name: The method's name on its class.
+        signature: Its parameters as source, ``*`` and ``=...`` (optional) included.
+    """
+
+    name: str
+    signature: str
+
+
+PIPELINE_SEAMS: dict[str, tuple[Seam, ...]] = {
+    _DREAMZERO: (
+        Seam("_get_or_create_state", "(self, session_id)"),
+        Seam("_drop_ar_diffusion_session_state", "(self, session_id)"),
+        Seam("decode_accumulated_video_latents", "(self, session_id=...)"),
+        Seam("clear_accumulated_video_latents", "(self, session_id=...)"),
+        Seam("warmup_compile", "(self)"),
+    ),
+}
+"""By the dotted name of the pipeline class, as in ``adapters.ADAPTERS``."""
+
+
+def signature_of(function: object) -> str:
+    """A callable's parameters in the form that ``Seam.signature`` has."""
+    parts: list[str] = []
+    starred = False
+    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        mark = ""
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            mark, starred = "*", True
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            mark = "**"
+        parts.append(f"{mark}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}")
+    return f"({', '.join(parts)})"
+
+
+def check(owner: type, seams: Iterable[Seam]) -> None:
+    """Compare a host class with what the plugin expects of it.
+
+    Args:
+        owner: The host's class.
+        seams: Its seams.
+
+    Raises:
+        SeamMismatchError: For the first seam that is missing or has another signature.
+    """
+    for seam in seams:
+        place = f"{owner.__module__}.{owner.__qualname__}.{seam.name}"
+        function = getattr(owner, seam.name, None)
+        if function is None:
+            raise SeamMismatchError(place, expected=seam.signature, found="nothing of that name")
+        try:
+            found = signature_of(function)
+        except (TypeError, ValueError):
+            found = f"a {type(function).__name__} without a signature"
+        if found != seam.signature:
+            raise SeamMismatchError(place, expected=seam.signature, found=found)

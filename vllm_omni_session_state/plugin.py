@@ -1,0 +1,19 @@
+"""The entry point that vLLM-Omni calls in the parent and in every worker before it loads a model."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Hook the host's model loader. Idempotent; imports neither vLLM nor torch; never raises."""
+    try:
+        from vllm_omni_session_state.omni.loader import install  # noqa: PLC0415 - an import error must not escape
+
+        install()
+    except Exception as error:  # noqa: BLE001 - raising here would end the host's process
+        import logging  # noqa: PLC0415
+
+        logging.getLogger("vllm_omni.session_state").warning(
+            "the session state plugin did not start: %s: %s; every model keeps its own session state",
+            type(error).__name__,
+            error,
+        )
