@@ -13,7 +13,7 @@ def platform() -> str | None:
 
 
 def general() -> None:
-    """Once they are imported: make hard-coded sizes small, the worker fit for a CPU, and give it a listing."""
+    """Once they are imported: make hard-coded sizes small, the worker fit for a CPU; give it a listing."""
     from omni_tiny import listing, tiny
 
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.shrink_dreamzero)

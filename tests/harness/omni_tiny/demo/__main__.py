@@ -60,7 +60,7 @@ def demo(name: str, console: Console) -> int:
     """Run the demo of one scenario; returns the exit status."""
     scenario = SCENARIOS[name]()
     folder = Path(tempfile.mkdtemp(prefix="session-state-demo-", dir=_memory()))
-    log = Path(tempfile.mkdtemp(prefix="session-state-demo-log-")) / "vllm-omni.log"
+    log, keep_log = Path(tempfile.mkdtemp(prefix="session-state-demo-log-")) / "vllm-omni.log", False
     try:
         console.print(
             f"{scenario.model} on vLLM-Omni {_host_version()}, served twice from one deploy YAML,\n"
@@ -70,12 +70,14 @@ def demo(name: str, console: Console) -> int:
         off, on = run(name, scenario, folder, log, console)
         check_runs(off, on)
     except CouldNotRunError as error:
+        keep_log = True
         console.print("\n[bold red]COULD NOT RUN[/]:", end=" ")
         console.print(f"{error}\nThe log of vLLM-Omni: {log}", markup=False, soft_wrap=True)
         return 2
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(log.parent, ignore_errors=True)
+        if not keep_log:
+            shutil.rmtree(log.parent, ignore_errors=True)
     different = differences(off, on)
     say_equality(console, scenario, total=len({**off.outputs, **on.outputs}), different=different)
     show_bytes(console, off, on)
