@@ -109,8 +109,10 @@ def main() -> int:
     try:
         return demo(arguments.scenario, console)
     except KeyboardInterrupt:
-        console.print("\nstopped")
-        return 2
+        console.print("\n[bold red]COULD NOT RUN[/]: interrupted")
+    except Exception as error:  # noqa: BLE001 - Python's own exit status 1 would say that outputs differ
+        console.print(f"\nCOULD NOT RUN: {type(error).__name__}: {error}", markup=False, soft_wrap=True)
+    return 2
 
 
 if __name__ == "__main__":
