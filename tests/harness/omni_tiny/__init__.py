@@ -10,5 +10,7 @@ Nothing is imported here: the interpreter passes through this file at every star
 * `capacity`: the free memory that makes the runner keep so many sessions;
 * `robot`: what a robot sends;
 * `inproc`: worker, runner and pipeline in this process;
-* `omni_runs`: the same model through `Omni`, in a worker process.
+* `omni_runs`: the same model through `Omni`, in a worker process;
+* `listing`: a worker method that says what the worker's sessions hold;
+* `demo`: the same sessions with the flag off and on, compared and shown.
 """

@@ -13,8 +13,9 @@ def platform() -> str | None:
 
 
 def general() -> None:
-    """Make the host's hard-coded sizes small and its worker process fit for a CPU, once they are imported."""
-    from omni_tiny import tiny
+    """Once they are imported: make hard-coded sizes small, the worker fit for a CPU; give it a listing."""
+    from omni_tiny import listing, tiny
 
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.shrink_dreamzero)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", tiny.pack_outputs_without_stream)
+    after_import("vllm_omni.diffusion.worker.diffusion_worker", listing.add_listing)

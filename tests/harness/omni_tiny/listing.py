@@ -1,0 +1,55 @@
+"""A worker method that says what the worker's sessions hold: `tiny_listing`, as plain data.
+
+It reads and refreshes nobody. It asks the plugin's manager where there is one; where there is none it
+can only name the sessions in the model's own table.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def add_listing(diffusion_worker: ModuleType) -> None:
+    """Give the host's worker class the method, which a client calls by name."""
+    diffusion_worker.DiffusionWorker.tiny_listing = tiny_listing
+
+
+def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """List the worker's sessions, least recently used first.
+
+    Args:
+        worker: The host's worker.
+        names: Session ids to be shown in the clear; a listing shows the hash of any other.
+
+    Returns:
+        ``pid`` of the worker; ``manager``, the class of the manager by dotted name, or ``None``; and
+        ``sessions``, one mapping each with ``session``, ``nbytes`` by device and ``values``. Without the
+        plugin's manager nothing counts bytes, and there is only ``session``.
+    """
+    pipeline = worker.model_runner.pipeline
+    manager = pipeline._memory_manager
+    said: dict[str, Any] = {"pid": os.getpid(), "manager": None}
+    if manager is None:
+        return {**said, "sessions": [{"session": name} for name in pipeline._states]}
+    said["manager"] = f"{type(manager).__module__}.{type(manager).__qualname__}"
+    if not hasattr(manager, "listing"):  # the host's own manager
+        return {**said, "sessions": []}
+    from vllm_omni_session_state.ids import shown
+
+    clear = {shown(name): name for name in names}
+    sessions = [
+        {
+            "session": clear.get(entry.session, entry.session),
+            "nbytes": dict(entry.nbytes),
+            "values": [
+                {"name": value.name, "bucket": value.bucket, "nbytes": dict(value.nbytes)}
+                for value in entry.values
+            ],
+        }
+        for entry in manager.listing()
+    ]
+    return {**said, "sessions": sessions}

@@ -1,0 +1,199 @@
+"""The demo: its scenario does what it says, it sees every difference, and it claims only what it saw.
+
+`make demo` runs all of it; what is here needs no second of a served model but for the scenario itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from omni_tiny.demo import jobs, verdict
+from omni_tiny.demo.child import digest
+from omni_tiny.demo.course import Course, Phase
+from omni_tiny.demo.face import bytes_table, say_equality, show_bytes
+from omni_tiny.demo.jobs import CouldNotRunError
+from omni_tiny.demo.scenarios import ROBOTS, dreamzero
+from omni_tiny.demo.verdict import Served, check_runs, differences
+from rich.console import Console
+
+OURS = "vllm_omni_session_state.manager.SessionStateManager"
+
+
+@pytest.mark.host
+def test_the_robots_reset_their_window_their_prompt_and_on_request(dreamzero_checkpoint, monkeypatch):
+    from omni_tiny.inproc import TinyDreamZero
+    from vllm_omni.diffusion.models.dreamzero.state_dreamzero import DreamZeroState
+
+    reasons = []
+    host = DreamZeroState.reset_reason
+
+    def reset_reason(self, *args, **kwargs):
+        reasons.append(host(self, *args, **kwargs))
+        return reasons[-1]
+
+    monkeypatch.setattr(DreamZeroState, "reset_reason", reset_reason)
+    with TinyDreamZero(dreamzero_checkpoint, flag=False) as model:
+        answers = [dict(op.run(model)) for op in dreamzero().operations if not op.look]
+        left = {name for name in model.pipeline._states if name in ROBOTS}
+    assert reasons.count("inference") >= len(ROBOTS), "no window was filled"
+    assert reasons.count("session") == len(ROBOTS) + 1 + 2, "a beginning each, a change of prompt, two resets"
+    assert all(answer["answer"] is True for answer in answers if "answer" in answer)
+    assert left == {ROBOTS[2]}
+
+
+def a_run(manager=None, **digests):
+    entries = [
+        {
+            "session": name,
+            "nbytes": {"cpu": 24},
+            "values": [
+                {"name": "ys", "bucket": "attrs", "nbytes": {"cpu": 24}},
+                {"name": "call_count", "bucket": "attrs", "nbytes": {}},
+            ],
+        }
+        for name in ("robot-1", "robot-2")
+    ]
+    look = {"pid": 2, "from": 1, "manager": manager, "sessions": entries}
+    return Served(outputs=digests, looks=[look, {**look, "sessions": entries[:1]}])
+
+
+def test_a_changed_a_missing_and_an_extra_output_are_each_a_difference():
+    off, on = a_run(a="1", b="2", c="3"), a_run(a="1", b="0", d="4")
+    assert differences(off, on) == ["b", "c", "d"]
+    assert differences(off, copy.deepcopy(off)) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (torch.zeros(2), torch.tensor([0.0, -0.0])),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.zeros(2, dtype=torch.int32), torch.zeros(2)),
+        (np.zeros(2), np.zeros((1, 2))),
+        (np.zeros(1, np.float32), np.zeros(1, np.int32)),
+        (True, False),
+        (1, True),
+    ],
+)
+def test_a_digest_tells_every_bit_shape_and_kind_apart(value, other):
+    assert digest(value) == digest(copy.deepcopy(value))
+    assert digest(value) != digest(other)
+
+
+def test_two_runs_that_may_not_be_compared_are_no_result():
+    check_runs(a_run(a="1"), a_run(OURS, a="1"))
+    host = "vllm_omni.experimental.world_models.session_state.manager.SessionStateManager"
+    in_process = a_run(OURS, a="1")
+    in_process.looks[0]["from"] = in_process.looks[0]["pid"]
+    for off, on, said in [
+        (a_run(a="1"), a_run(host, a="1"), "not the plugin's"),
+        (a_run(a="1"), a_run(None, a="1"), "not the plugin's"),
+        (a_run(OURS, a="1"), a_run(OURS, a="1"), "still used a manager"),
+        (a_run(), a_run(OURS), "without outputs"),
+        (a_run(a="1"), Served(outputs={"a": "1"}), "without a listing"),
+        (a_run(a="1"), in_process, "own process"),
+    ]:
+        with pytest.raises(CouldNotRunError, match=said):
+            check_runs(off, on)
+
+
+def printed(show, *args, **kwargs):
+    text = io.StringIO()
+    show(Console(file=text, width=80, highlight=False), *args, **kwargs)
+    return text.getvalue()
+
+
+def test_the_face_says_which_outputs_differ():
+    assert "IDENTICAL: all 2" in printed(say_equality, dreamzero(), total=2, different=[])
+    said = printed(say_equality, dreamzero(), total=20, different=[f"output {n}" for n in range(12)])
+    assert "DIFFERENT: 12 of 20" in said
+    assert "output 9\n" in said
+    assert "and 2 more" in said
+    assert "IDENTICAL" not in said
+
+
+def test_the_table_has_every_byte_and_without_a_terminal_no_control_characters():
+    said = printed(show_bytes, a_run(a="1"), a_run(OURS, a="1"))
+    assert said.count("24") >= 4
+    assert "close of robot-2 its 24 bytes" in said
+    assert OURS in said
+    assert all(sign.isprintable() or sign == "\n" for sign in said)
+    two = a_run().looks[0]["sessions"]
+    two[0]["values"][0]["nbytes"] = {"cpu": 8, "cuda:0": 16}
+    assert bytes_table(two).row_count == 2 + 1 + 1
+
+
+def test_a_course_never_goes_back_and_its_estimate_follows_the_pace():
+    course = Course([Phase("a", 10), Phase("b", 20), Phase("c", 10)])
+    course.begin(0)
+    assert course.seconds_left(0) == 40
+    seen = [course.seconds_done(now) for now in (0, 5, 10, 30)]
+    course.begin(20)
+    assert course.seconds_left(20) == 60  # twice as slow as expected
+    seen.append(course.seconds_done(24))
+    course.reached(0.01)
+    seen.append(course.seconds_done(25))
+    assert seen == sorted(seen)
+    course.reached(0.5)
+    assert course.seconds_done(30) == 20
+
+
+def job(monkeypatch, tmp_path, body):
+    """Run a child that does no more than the body; `say` writes an event."""
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "def say(**event): os.write(int(sys.argv[-1]), (json.dumps(event) + '\\n').encode())\n"
+        + textwrap.dedent(body)
+    )
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(jobs.sys, "executable", str(interpreter))
+    log = tmp_path / "log"
+    events = [
+        e for e in jobs.run_job("serve", "x", tmp_path, environment=jobs.settings(flag=True), log=log) if e
+    ]
+    return events, log.read_text()
+
+
+def test_a_job_reports_its_events_and_only_its_log_has_the_noise(monkeypatch, tmp_path):
+    monkeypatch.setenv(jobs.FLAG + "_MAX_SESSIONS", "3")
+    body = f"""
+        print(sorted(name for name in os.environ if name.startswith('{jobs.FLAG}')))
+        say(done=1)
+        say(end=True, error='')
+    """
+    events, log = job(monkeypatch, tmp_path, body)
+    assert events == [{"done": 1}, {"end": True, "error": ""}]
+    assert log == f"['{jobs.FLAG}']\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("say(done=1); say(end=True, error='ValueError: so')", "ValueError: so"),
+        ("say(done=1); sys.exit(3)", "exit status 3"),
+        (
+            "import subprocess; subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(4)",
+            "exit status 4",
+        ),
+        ("time.sleep(60)", "reported nothing"),
+    ],
+)
+def test_a_job_that_fails_dies_or_hangs_is_no_result(monkeypatch, tmp_path, body, said):
+    monkeypatch.setattr(jobs, "SILENCE_S", 2.0)
+    with pytest.raises(CouldNotRunError, match=said):
+        job(monkeypatch, tmp_path, body)
+
+
+def test_the_plugins_own_manager_is_told_by_where_it_is_defined():
+    from vllm_omni_session_state import SessionStateManager
+
+    assert f"{SessionStateManager.__module__}.".startswith(verdict.OURS)
