@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import torch
@@ -348,47 +348,3 @@ def _name(kind: type) -> str:
         return f"{kind.__module__}.{kind.__qualname__}"
     except Exception:  # noqa: BLE001  # a metaclass may answer for the class, and fail
         return type.__repr__(kind)
-
-
-def owned_regions(*values: object) -> list[tuple[Any, Region]]:
-    """The storages and arrays that own what ``values`` keep alive, each with its region.
-
-    ``bytes`` and ``bytearray`` are among them though Python can hold no weak reference to those.
-    """
-    stack = _Recording(values)
-    with _NoTorchFunction():
-        _Walk(stack).run()
-        owners = [_owner(leaf) for leaf in stack.leaves]
-    return [(owner, region) for owner in owners for region in footprint(owner).regions]
-
-
-class _Recording(list[Any]):
-    """A stack that notes every tensor, array and buffer that is taken from it."""
-
-    def __init__(self, values: Iterable[object]) -> None:
-        super().__init__(values)
-        self.leaves: list[Any] = []
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        value = super().pop(index)
-        if isinstance(value, _OWNERS):
-            self.leaves.append(value)
-        return value
-
-
-def _owner(leaf: Any) -> Any:
-    if isinstance(leaf, _Tensor) and leaf.layout is torch.strided and not leaf._is_zerotensor():  # noqa: SLF001
-        return leaf.untyped_storage()
-    return leaf
-
-
-def shape_of(value: object) -> str:
-    """Shape of a tensor or an array as text; ``"n x shape"`` for a container of alike ones, else ``""``."""
-    if isinstance(value, _Tensor | np.ndarray):
-        return str(tuple(value.shape))
-    if isinstance(value, dict):
-        value = value.get("items", ())
-    if isinstance(value, list | tuple | deque):
-        shapes = {shape_of(item) for item in value} - {""}
-        return f"{len(value)} x {shapes.pop()}" if len(shapes) == 1 else f"{len(value)} items"
-    return ""
