@@ -146,9 +146,10 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
         """The memory that the committed content keeps alive."""
         return footprint(self.export_payload()) if self.resident else footprint()
 
-    def staged_footprint(self) -> Footprint:
-        """The memory that the staged payload keeps alive."""
-        return footprint(self._staged)
+    @property
+    def staged(self) -> tuple[PayloadT] | None:
+        """The staged payload in a tuple, ``None`` where nothing is staged."""
+        return self._staged
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the committed content by device; a region that it reaches twice counts once."""

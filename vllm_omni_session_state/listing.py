@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.session import SessionState
+from vllm_omni_session_state.session import Declaration, SessionState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,19 @@ class Entry:
     Attributes:
         session: The session's shown id.
         nbytes: Bytes by device, each region once.
+        device_nbytes: Bytes of the values that its model keeps on the device.
+        declared_nbytes: What the model declared of these; ``None`` where it declares nothing.
         values: What it holds, objects first.
     """
 
     session: str
     nbytes: dict[str, int]
+    device_nbytes: int
+    declared_nbytes: int | None
     values: tuple[Value, ...]
 
 
-def entry_of(session: SessionState) -> Entry:
+def entry_of(session: SessionState, declaration: Declaration | None) -> Entry:
     """List one session. It walks the values, so it is for an operator's look and not for every step."""
     objects = [
         _value(name, type(obj).__name__, "object", obj.export_payload() if obj.resident else None)
@@ -53,7 +57,14 @@ def entry_of(session: SessionState) -> Entry:
     carried = [
         _value(name, type(value).__name__, "attrs", value) for name, value in list(session.attrs.items())
     ]
-    return Entry(shown(session.key), session.nbytes_by_device(), (*objects, *carried))
+    on_host: frozenset[str] = frozenset() if declaration is None else declaration.host_fields
+    return Entry(
+        session=shown(session.key),
+        nbytes=session.nbytes_by_device(),
+        device_nbytes=footprint(*session.contents(without=on_host)).nbytes,
+        declared_nbytes=None if declaration is None else declaration.device_nbytes,
+        values=(*objects, *carried),
+    )
 
 
 def _value(name: str, kind: str, bucket: str, content: object) -> Value:

@@ -7,7 +7,10 @@ both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
@@ -18,18 +21,36 @@ T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", bound=StateObject[Any, Any])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What a model says of its sessions.
+
+    Attributes:
+        device_nbytes: Bytes that one session may hold on the device, as the host reserves them.
+        host_fields: Names of the values that live in host memory; all others live on the device.
+    """
+
+    device_nbytes: int
+    host_fields: frozenset[str]
+
+
+_serials = itertools.count(1)
+
+
 class SessionState:
     """The named state objects and the attributes of one session.
 
     Attributes:
         key: The session's table key.
+        serial: Its number in the order of creation, unique in this process.
         attrs: Values that the manager only carries, by name.
     """
 
-    __slots__ = ("__weakref__", "_objects", "attrs", "key")
+    __slots__ = ("__weakref__", "_objects", "attrs", "key", "serial")
 
     def __init__(self, key: str) -> None:
         self.key = key
+        self.serial = next(_serials)
         self.attrs: dict[str, object] = {}
         self._objects: dict[str, StateObject[Any, Any]] = {}
 
@@ -65,16 +86,29 @@ class SessionState:
             obj.reset()
         self.attrs.clear()
 
-    def contents(self) -> Iterator[object]:
-        """The committed content of both buckets, by reference."""
-        yield self.attrs
-        for obj in self._objects.values():
-            if obj.resident:
+    def contents(
+        self, *, only: AbstractSet[str] | None = None, without: AbstractSet[str] = frozenset()
+    ) -> Iterator[object]:
+        """The committed content of both buckets, by reference.
+
+        Args:
+            only: Names of the values to hand out, instead of all.
+            without: Names of the values to leave out.
+        """
+        for name, value in list(self.attrs.items()):
+            if name not in without and (only is None or name in only):
+                yield value
+        for name, obj in list(self._objects.items()):
+            if obj.resident and name not in without and (only is None or name in only):
                 yield obj.export_payload()
 
     def footprint(self) -> Footprint:
         """The memory that the committed content of both buckets keeps alive; aliases count once."""
         return footprint(*self.contents())
+
+    def staged_footprint(self) -> Footprint:
+        """The memory that staged payloads keep alive."""
+        return footprint(*(obj.staged for obj in self._objects.values()))
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes by device."""

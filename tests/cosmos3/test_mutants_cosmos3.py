@@ -107,7 +107,8 @@ def test_where_two_calls_share_a_session_the_identity_refuses_the_second(off, co
 
     with TinyCosmos3(cosmos3_checkpoint("regular"), flag=True) as on:
         session = on.pipeline._memory_manager.get_or_create_session("shared")
-        mine, theirs = (Cosmos3State(session, (name, name)) for name in ("cup", "drawer"))
+        manager = on.pipeline._memory_manager
+        mine, theirs = (Cosmos3State(session, (name, name), manager) for name in ("cup", "drawer"))
         mine.load_into_transformer(on.pipeline.transformer, False)
         with pytest.raises(IdentityMismatchError):
             theirs.load_into_transformer(on.pipeline.transformer, False)

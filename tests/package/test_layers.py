@@ -16,7 +16,7 @@ ROWS = (
     ("manager",),
     ("transfer", "lease", "tiers"),
     ("contract", "objects", "session", "listing"),
-    ("footprint", "release", "ledger", "order"),
+    ("footprint", "release", "ledger", "accounts", "order"),
     ("errors", "events", "config", "regions", "ids"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}

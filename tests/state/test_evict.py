@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_session_state import LatentBuffer
+from vllm_omni_session_state.footprint import footprint
 
 KEPT_BY = st.sampled_from(["nobody", "a view", "the storage's tensor", "the staged payload"])
 
@@ -37,10 +38,8 @@ def test_evict_returns_the_bytes_that_are_really_gone(items):
 
     assert not buffer.resident
     assert buffer.nbytes == 0
-    assert buffer._staged == (staged,)
-    assert buffer.staged_footprint().nbytes == sum(
-        size for size, by, _ in items if by == "the staged payload"
-    )
+    assert buffer.staged == (staged,)
+    assert footprint(buffer.staged).nbytes == sum(size for size, by, _ in items if by == "the staged payload")
 
 
 def test_evicting_one_alias_frees_nothing_and_the_last_one_frees_it_once():

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.session import Declaration
 
 IDS = st.sampled_from([None, "", "default", "a", "b", "c", "d", "e", "f"])
 
@@ -166,12 +168,13 @@ def test_an_evicted_session_that_nobody_holds_is_freed_without_the_garbage_colle
 def test_stats_have_the_seeds_keys_and_count_a_shared_storage_once():
     manager = SessionStateManager()
     shared = torch.zeros(100, dtype=torch.uint8)
-    manager.get_or_create_session("a").attrs["x"] = shared[:1]
-    session = manager.get_or_create_session("b")
-    session.attrs["x"] = shared
-    session.put("ring", LatentBuffer()).replace([shared[50:]])
+    with manager.use("a") as session:
+        session.attrs["x"] = shared[:1]
+    with manager.use("b") as session:
+        session.attrs["x"] = shared
+        session.put("ring", LatentBuffer()).replace([shared[50:]])
     stats = manager.stats()
-    assert stats["total_nbytes"] == stats["nbytes:cpu"] == 100
+    assert stats["total_nbytes"] == stats["nbytes:cpu"] == stats["shared_nbytes"] == 100
     assert manager.nbytes_by_device() == {"cpu": 100}
 
 
@@ -191,6 +194,57 @@ def test_the_listing_names_kind_bucket_bytes_and_shape_of_each_value():
     assert entry.nbytes == {"cpu": 53}
 
 
+def test_figures_are_those_of_the_last_settlement_and_no_reader_walks():
+    manager = SessionStateManager()
+    with manager.use("a") as session:
+        session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
+    session.attrs["x"] = torch.zeros(30, dtype=torch.uint8)
+    assert manager.stats()["total_nbytes"] == 10
+    manager.settle(session)
+    assert manager.stats()["total_nbytes"] == 30
+
+
+def test_the_use_is_settled_also_when_it_fails():
+    manager = SessionStateManager()
+
+    def fail():
+        with manager.use("a") as session:
+            session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert manager.stats()["total_nbytes"] == 10
+
+
+def test_a_session_that_holds_more_than_its_model_declared_is_said_once(caplog):
+    forget_said()
+    declaration = Declaration(device_nbytes=10, host_fields=frozenset({"frames"}))
+    manager = SessionStateManager(declaration=declaration)
+    with caplog.at_level(logging.WARNING):
+        with manager.use("a") as session:
+            session.attrs["frames"] = torch.zeros(1000, dtype=torch.uint8)
+            session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
+        assert caplog.records == []
+        for name in ("a", "b"):
+            with manager.use(name) as session:
+                session.attrs["x"] = torch.zeros(11, dtype=torch.uint8)
+    (record,) = caplog.records
+    assert "holds 11 bytes on the device and its model declared 10" in record.getMessage()
+    entry = manager.listing()[0]
+    assert (entry.device_nbytes, entry.declared_nbytes) == (11, 10)
+
+
+def test_what_the_host_keeps_outside_stands_apart():
+    manager = SessionStateManager()
+    kept = [torch.zeros(7, dtype=torch.uint8), None]
+    manager.charge_outside("vae", kept)
+    assert manager.stats()["outside"] == 7
+    assert manager.stats()["total_nbytes"] == 0
+    manager.charge_outside("vae")
+    assert manager.stats()["outside"] == 0
+
+
 def test_many_threads_leave_a_sound_table():
     manager = SessionStateManager(max_sessions=3)
     failures = []
@@ -202,7 +256,8 @@ def test_many_threads_leave_a_sound_table():
                 if step % 5 == 0:
                     manager.drop_session(name)
                 else:
-                    manager.get_or_create_session(name).attrs["n"] = step
+                    with manager.use(name) as session:
+                        session.attrs["n"] = torch.zeros(step)
                 manager.stats()
         except Exception as error:  # noqa: BLE001 - carried to the asserting thread
             failures.append(error)

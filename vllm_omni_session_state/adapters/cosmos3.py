@@ -60,10 +60,14 @@ class Cosmos3State:
     Args:
         session: Where it lives.
         identities: Of the conditional and the unconditional branch's input.
+        manager: Told when the session holds more than before.
     """
 
-    def __init__(self, session: SessionState, identities: tuple[str, str]) -> None:
+    def __init__(
+        self, session: SessionState, identities: tuple[str, str], manager: SessionStateManager
+    ) -> None:
         self._session = session
+        self._manager = manager
         self._identities = identities
 
     def load_into_transformer(self, transformer: Transformer, is_negative: bool) -> None:  # noqa: FBT001
@@ -87,6 +91,7 @@ class Cosmos3State:
         if transformer.cached_kv is None or transformer.cached_freqs_gen is None:
             raise RuntimeError("Cosmos3's transformer did not compute its text K/V and rotary frequencies")
         branch.commit((list(transformer.cached_kv), transformer.cached_freqs_gen))
+        self._manager.settle(self._session)
 
     def reset(self) -> None:
         """Forget both branches."""
@@ -143,7 +148,8 @@ class Cosmos3Adapter:
                 number += 1
                 key = f"{request}/{number}"
             self._manager.drop_session(key)  # nothing of an earlier request is there to be found
-            state = self._calls[key] = Cosmos3State(self._manager.get_or_create_session(key), identities)
+            session = self._manager.get_or_create_session(key)
+            state = self._calls[key] = Cosmos3State(session, identities, self._manager)
         return key, state
 
     def _end(self, key: str, state: Cosmos3State, transformer: Transformer) -> None:

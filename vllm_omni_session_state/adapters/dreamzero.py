@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,18 @@ from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.ids import session_key
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.objects import LatentBuffer
-from vllm_omni_session_state.session import HoldsSession, SessionAttr, SessionState, Unset
+from vllm_omni_session_state.session import Declaration, HoldsSession, SessionAttr, SessionState, Unset
+
+HOST_FIELDS = frozenset({"stitched_buffer", "video_latents_across_time"})
+"""Values that the model keeps in host memory; all others are on its device."""
+
+OUTSIDE = "vae._enc_feat_map"
+"""Where the host keeps a feature map beside the sessions'."""
+
+HOST_MODULE = "vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero"
+
+DECLARED = "DREAMZERO_MODEL_OWNED_STATE_BYTES_PER_SESSION"
+"""The host's constant for what one session holds on the device."""
 
 _OWN = frozenset({"_session", "_vae_encoder_window"})
 """What a view itself holds; everything else is the session's."""
@@ -164,6 +176,11 @@ class Pipeline(Protocol):
     num_frame_per_block: int
     state: object
 
+    vae: Any
+
+    def bind_ar_diffusion_state(self, session_id: str, state: object) -> AbstractContextManager[None]:
+        """Hold the engine's KV for one forward."""
+
     def decode_accumulated_video_latents(self, session_id: str | None = None) -> torch.Tensor:
         """Decode a session's chunks."""
 
@@ -204,6 +221,16 @@ class DreamZeroAdapter:
         if isinstance(alias, DreamZeroFields) and alias.session_id == session_key(session_id):
             pipeline.state = None
 
+    @contextmanager
+    def bind(self, session_id: str, state: object) -> Iterator[None]:
+        """The host's ``bind_ar_diffusion_state``: one forward; after it the session's charge is settled."""
+        pipeline = self._host()
+        with type(pipeline).bind_ar_diffusion_state(pipeline, session_id, state):
+            yield
+        self._settle(session_id)
+        # The encoder keeps the lists that it worked on: one whole feature map that is no session's.
+        self._manager.charge_outside(OUTSIDE, getattr(pipeline.vae, "_enc_feat_map", None))
+
     def decode(self, session_id: str | None = None) -> torch.Tensor:
         """The host's ``decode_accumulated_video_latents``, which would make the session it looks for."""
         pipeline = self._host()
@@ -215,12 +242,18 @@ class DreamZeroAdapter:
         pipeline = self._host()
         with self._looking():
             type(pipeline).clear_accumulated_video_latents(pipeline, session_id)
+        self._settle(session_id)
 
     def warmup_compile(self) -> None:
         """The host's method of this name; it leaves its dummy frames in the default session, which ends."""
         pipeline = self._host()
         type(pipeline).warmup_compile(pipeline)
         self.drop_state(None)
+
+    def _settle(self, session_id: str | None) -> None:
+        session = self._manager.peek(session_id)
+        if session is not None:
+            self._manager.settle(session)
 
     def _host(self) -> Pipeline:
         pipeline = self._pipeline()
@@ -246,11 +279,15 @@ def attach(pipeline: Pipeline, manager: SessionStateManager, patches: Patches) -
     """
     from vllm_omni.diffusion.models.dreamzero.state_dreamzero import DreamZeroState  # noqa: PLC0415
 
+    declared = getattr(sys.modules.get(HOST_MODULE), DECLARED, None)
+    if declared is not None:
+        manager.declaration = Declaration(device_nbytes=int(declared), host_fields=HOST_FIELDS)
     adapter = DreamZeroAdapter(pipeline, manager, DreamZeroState)
     patches.set(pipeline, "_memory_manager", manager)
     patches.set(pipeline, "_states", OrderedDict())
     patches.set(pipeline, "_get_or_create_state", adapter.get_or_create_state)
     patches.set(pipeline, "_drop_ar_diffusion_session_state", adapter.drop_state)
+    patches.set(pipeline, "bind_ar_diffusion_state", adapter.bind)
     patches.set(pipeline, "decode_accumulated_video_latents", adapter.decode)
     patches.set(pipeline, "clear_accumulated_video_latents", adapter.clear)
     patches.set(pipeline, "warmup_compile", adapter.warmup_compile)

@@ -53,6 +53,7 @@ PIPELINE_SEAMS: dict[str, tuple[Seam, ...]] = {
     _DREAMZERO: (
         Seam("_get_or_create_state", "(self, session_id)"),
         Seam("_drop_ar_diffusion_session_state", "(self, session_id)"),
+        Seam("bind_ar_diffusion_state", "(self, session_id, state)"),
         Seam("decode_accumulated_video_latents", "(self, session_id=...)"),
         Seam("clear_accumulated_video_latents", "(self, session_id=...)"),
         Seam("warmup_compile", "(self)"),

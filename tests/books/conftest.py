@@ -1,8 +1,0 @@
-"""Makes ``tests/profiles.py`` importable for the tests of the books."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
