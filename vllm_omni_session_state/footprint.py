@@ -271,7 +271,7 @@ class _Walk:
             elif layout is torch._mkldnn:  # type: ignore[attr-defined]  # noqa: SLF001
                 ops = torch.ops.mkldnn
                 self.claim(value, HOST, ops.data_ptr(value), ops._nbytes(value))  # noqa: SLF001
-            elif not value._is_zerotensor():  # noqa: SLF001
+            else:
                 self.storage(value.untyped_storage())
                 self.parts(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import io
 import mmap
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_an_owner_with_gaps_counts_from_its_lowest_to_its_highest_byte():
     assert not isinstance(foreign.base, np.ndarray)
     assert footprint(foreign).regions == (Region("cpu", owner.ctypes.data, 9),)
     assert footprint(foreign).opaque == {f"{__name__}.Lender"}
+    upwards = np.array(Lender(owner[2::3]), copy=False)
+    assert footprint(upwards).regions == (Region("cpu", owner.ctypes.data + 2, 10),)
+
+
+def test_a_view_of_a_buffer_whose_exporter_is_unknown_counts_its_own_extent():
+    view = io.BytesIO(b"x" * 50).getbuffer()[10:]
+    assert footprint(view).nbytes == 40
+    assert footprint(view).opaque == {"_io._BytesIOBuffer"}
+    assert footprint(view[::-2]).nbytes == 39
 
 
 def test_an_array_over_a_tensor_counts_the_tensors_storage():

@@ -66,6 +66,21 @@ def test_the_walk_stops_at_opaque_kinds_counts_nothing_of_them_and_names_them(ma
     assert found.opaque == {f"{kind.__module__}.{kind.__qualname__}"}
 
 
+def test_a_module_stays_closed_also_where_it_is_a_container_or_a_dataclass():
+    @dataclass(eq=False)
+    class Both(torch.nn.Module):
+        note: object
+
+    class Layers(torch.nn.ModuleList, collections.abc.Sequence):
+        pass
+
+    made = Both.__new__(Both)
+    torch.nn.Module.__init__(made)
+    made.layer = torch.nn.Linear(8, 8)
+    assert footprint(made, Layers([torch.nn.Linear(8, 8)])).nbytes == 0
+    assert len(footprint(made, Layers()).opaque) == 2
+
+
 def test_one_reference_to_the_pipeline_never_counts_the_weights():
     @dataclass
     class State:
