@@ -1,19 +1,17 @@
 """The footprint of a value: every region of memory that the value keeps alive, and where.
 
 The only file that looks inside tensors and arrays. It covers tensors of every layout, NumPy arrays of
-every origin, buffers, builtin containers, dataclasses, and types that somebody registered. It does not
-follow modules, functions, classes, locks, threads, generators or any other instance: there the walk
-stops, counts 0 bytes and reports the type, so that one reference to a pipeline never counts its weights.
+every origin, buffers, containers, dataclasses, and types that somebody registered. At modules, functions,
+classes, locks, threads, generators and any other instance the walk stops, counts 0 bytes and reports the
+type, so that one reference to a pipeline never counts its weights.
 
 Two rules keep it exact and keep it from crashing:
 
 * **What a container holds is asked of the garbage collector, not of the container.** Its C traversal
-  lists what the object refers to, in one step and without running a line of the value's code, so a
-  lying ``__len__``, a lazy ``__getitem__`` or a dict that grows meanwhile cannot matter. No value of a
-  container is made only to be counted.
-* **An address says it all.** A view leads to its owner, and a region is the owner's extent. Where the
-  owner is not known to Python (torch over part of a NumPy array, an array over a DLPack capsule), the
-  value's own extent counts.
+  lists what the object refers to, in one step and without a line of the value's own code: a lying
+  ``__len__``, a lazy ``__getitem__`` or a dict that grows meanwhile cannot matter.
+* **An address says it all.** A view leads to its owner, and a region is the owner's extent. Where Python
+  does not know the owner (torch over part of a NumPy array), the value's own extent counts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,16 +42,14 @@ from vllm_omni_session_state.regions import HOST, PINNED, Region, nbytes_by_devi
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
-_NoTorchFunction: Any = torch._C.DisableTorchFunction  # noqa: SLF001  # the public name covers subclasses, not modes
+_NoTorchFunction: Any = torch._C.DisableTorchFunction  # noqa: SLF001  # the public one leaves modes on
 _referents = gc.get_referents
-_region: Callable[[tuple[str, int, int]], Region] = partial(
-    tuple.__new__, Region
-)  # in C, half of Region(...)
+_Span = tuple[str, int, int]  # a region before it is one
+_region: Callable[[_Span], Region] = partial(tuple.__new__, Region)  # in C: half of what Region(...) costs
 
 _PLAIN: frozenset[type] = frozenset(
     {type(None), type(...), type(NotImplemented), bool, int, float, complex, str, range}
-    | {dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone}
-    | {decimal.Decimal, fractions.Fraction, uuid.UUID}
+    | {dt.datetime, dt.date, dt.time, dt.timedelta, decimal.Decimal, fractions.Fraction, uuid.UUID}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme, torch.Size}
     | {torch.SymInt, torch.SymFloat, torch.SymBool}
     | {kind for kind in np.sctypeDict.values() if not issubclass(kind, (np.void, np.bytes_))}
@@ -68,9 +64,8 @@ _ATOMS = (np.generic, np.dtype, enum.Enum)
 """Types whose subclasses hold nothing at all; an enum's members belong to the program."""
 
 _CONTAINERS: frozenset[type] = frozenset(
-    {dict, list, tuple, set, frozenset, deque, OrderedDict, slice}
-    | {types.MappingProxyType, types.SimpleNamespace}
-    | {type({}.keys()), type({}.values()), type({}.items())}
+    {dict, list, tuple, set, frozenset, deque, OrderedDict, slice, types.SimpleNamespace}
+    | {types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())}
 )
 """Types that the garbage collector's traversal opens, exactly."""
 
@@ -114,8 +109,7 @@ def register_children(kind: type, children: Callable[[Any], Iterable[object]]) -
     """Open a type that the walk would otherwise stop at, or close one that it would open.
 
     Args:
-        kind: The class; its subclasses follow unless they are registered themselves. A later
-            registration of the same class replaces an earlier one.
+        kind: The class; its subclasses follow unless registered themselves. A later call replaces.
         children: Hands out the values that an instance holds; ``lambda value: ()`` says that nothing
             in it belongs to a session. If it raises, the instance is reported as opaque.
 
@@ -125,11 +119,7 @@ def register_children(kind: type, children: Callable[[Any], Iterable[object]]) -
     """
     if not isinstance(kind, type):
         raise TypeError(f"register_children takes a class, not {kind!r}: pass type(value)")
-    if (
-        kind in _PLAIN
-        or kind in _CONTAINERS
-        or kind in {_Tensor, _Parameter, np.ndarray, memoryview, *_BUFFERS}
-    ):
+    if kind in _PLAIN | _CONTAINERS | {_Tensor, _Parameter, np.ndarray, memoryview, *_BUFFERS}:
         raise ValueError(f"{kind.__qualname__} is a builtin kind of the footprint: register a subclass of it")
     _registered[kind] = children
 
@@ -140,26 +130,35 @@ def footprint(*values: object) -> Footprint:
     No value makes it raise: what cannot be looked at is reported as opaque. It changes no value and
     runs no code of a value, but for ``__tensor_flatten__`` and what ``register_children`` was given.
     """
-    walk = _Walk(list(values))
-    with _NoTorchFunction():
-        walk.run()
-    return Footprint(union(map(_region, walk.spans)), frozenset(walk.opaque))
+    walk = _Walk(values)
+    return Footprint(union(map(_region, {span for _, span in walk.found})), frozenset(walk.opaque))
+
+
+def owned_regions(*values: object) -> list[tuple[Any, Region]]:
+    """Who owns what ``values`` keep alive: each storage, array or buffer with its region.
+
+    For whoever wants to know later whether they are gone. Regions may overlap, and an owner met through
+    several views stands there as often. Of ``bytes`` and ``bytearray`` Python makes no weak references.
+    """
+    return [(owner, _region(span)) for owner, span in _Walk(values).found]
 
 
 class _Walk:
     """One walk: what is still to be looked at, and what was found."""
 
-    __slots__ = ("opaque", "seen", "spans", "stack")
+    __slots__ = ("found", "opaque", "seen", "stack")
 
-    def __init__(self, stack: list[Any]) -> None:
-        self.stack = stack
+    def __init__(self, values: Iterable[object]) -> None:
+        self.stack: list[Any] = list(values)
         # By identity, and held: an object that dies during the walk would lend its id to another.
         self.seen: dict[int, object] = {}
-        self.spans: set[tuple[str, int, int]] = set()
+        self.found: list[tuple[Any, _Span]] = []
         self.opaque: set[str] = set()
+        with _NoTorchFunction():
+            self.run()
 
-    def run(self) -> None:  # noqa: C901, PLR0912  # the usual kinds are looked at in place: a call costs as much again
-        stack, seen, spans = self.stack, self.seen, self.spans
+    def run(self) -> None:  # noqa: C901, PLR0912  # the usual kinds stand here: a call costs as much again
+        stack, seen, found = self.stack, self.seen, self.found
         while stack:
             value = stack.pop()
             kind = type(value)
@@ -169,16 +168,18 @@ class _Walk:
                 elif kind is _Tensor or kind is _Parameter:
                     try:
                         storage = value.untyped_storage()
-                        start = storage.data_ptr()
+                        start, nbytes = storage.data_ptr(), storage.nbytes()
                     except (NotImplementedError, RuntimeError):
                         self.odd_tensor(value)
                     else:
-                        if start:  # memory at address 0 is none: a meta tensor
+                        if start and nbytes:  # memory at address 0 is none: a meta tensor
                             device = HOST if value.is_cpu and not value.is_pinned() else _device_of(value)
-                            spans.add((device, start, storage.nbytes()))
+                            found.append((storage, (device, start, nbytes)))
                         if value.is_quantized or value.is_nested:
                             self.parts(value)
-                    if not value.is_leaf or value.grad is not None or value.__dict__:
+                    more = not value.is_leaf or value.grad is not None or value.__dict__
+                    if more and id(value) not in seen:
+                        seen[id(value)] = value
                         self.extras(value)
                 elif kind in _CONTAINERS:
                     if id(value) not in seen:
@@ -187,7 +188,7 @@ class _Walk:
                 elif id(value) not in seen:
                     seen[id(value)] = value
                     if kind is np.ndarray:
-                        self.array(value, value.base)
+                        self.array(value, value.base, value)
                     else:
                         self.other(value, kind)
             except Exception:  # noqa: BLE001  # a value that cannot be looked at is reported, whatever it raised
@@ -204,22 +205,23 @@ class _Walk:
             self.tensor_subclass(value, kind)
         elif issubclass(kind, np.ndarray):
             self.attributes(value)
-            self.array(np.asarray(value), np.ndarray.base.__get__(value))  # nothing that a subclass overrides
+            # Nothing that a subclass may override is used.
+            self.array(np.asarray(value), np.ndarray.base.__get__(value), value)
         elif issubclass(kind, np.void):  # a structured scalar is a view into its array
-            if value.base is None:
-                self.extent(np.asarray(value))
-            else:
-                self.stack.append(value.base)
+            self.array(np.asarray(value), value.base, value)
         elif issubclass(kind, memoryview):
             self.stack.append(value.obj)
             if not issubclass(type(value.obj), _OWNERS):
-                self.extent(np.frombuffer(value, np.uint8) if value.contiguous else np.asarray(value))
+                plain = np.frombuffer(value, np.uint8) if value.contiguous else np.asarray(value)
+                self.extent(plain, value)
         elif issubclass(kind, _BUFFERS):
             self.attributes(value)
             if len(value):
-                self.extent(np.frombuffer(value, np.uint8))
-        elif issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
-            self.storage(value if issubclass(kind, torch.UntypedStorage) else value._untyped_storage)  # noqa: SLF001
+                self.extent(np.frombuffer(value, np.uint8), value)
+        elif issubclass(kind, torch.TypedStorage):
+            self.stack.append(value._untyped_storage)  # noqa: SLF001
+        elif issubclass(kind, torch.UntypedStorage):
+            self.storage(value)
         elif kind is _StridedView:
             self.stack.append(value.base)
         elif issubclass(kind, torch.nn.Module):
@@ -238,18 +240,16 @@ class _Walk:
         if value.grad_fn is not None:
             self.opaque.add(_name(type(value.grad_fn)))
         if value.is_leaf or value.retains_grad:  # else reading the gradient warns
-            grad = value.grad
-            if grad is not None and id(grad) not in self.seen:  # two tensors may be each other's gradient
-                self.seen[id(grad)] = grad
-                self.stack.append(grad)
+            self.stack.append(value.grad)
         self.stack.append(value.__dict__)
 
     def tensor_subclass(self, value: Any, kind: type) -> None:
         storage = None
         with contextlib.suppress(NotImplementedError):  # sparse
-            storage = value.untyped_storage()
+            storage = _Tensor.untyped_storage(value)
         if storage is not None and storage.device.type == "meta":
             return  # a fake tensor: what it carries describes memory and holds none
+        self.attributes(value)
         if not hasattr(kind, "__tensor_flatten__"):
             self.odd_tensor(value)
         else:
@@ -263,14 +263,14 @@ class _Walk:
         layout = value.layout
         with torch.no_grad():
             if layout is torch.sparse_coo:
-                self.stack += [value._indices(), value._values()]  # noqa: SLF001  # the public ones demand coalesced
+                self.stack += [value._indices(), value._values()]  # noqa: SLF001  # the public ones may refuse
             elif layout in _ROW_SPARSE:
                 self.stack += [value.crow_indices(), value.col_indices(), value.values()]
             elif layout in _COLUMN_SPARSE:
                 self.stack += [value.ccol_indices(), value.row_indices(), value.values()]
             elif layout is torch._mkldnn:  # type: ignore[attr-defined]  # noqa: SLF001
                 ops = torch.ops.mkldnn
-                self.spans.add((HOST, ops.data_ptr(value), ops._nbytes(value)))  # noqa: SLF001
+                self.claim(value, HOST, ops.data_ptr(value), ops._nbytes(value))  # noqa: SLF001
             elif not value._is_zerotensor():  # noqa: SLF001
                 self.storage(value.untyped_storage())
                 self.parts(value)
@@ -288,16 +288,15 @@ class _Walk:
             start = value.data_ptr()
         except RuntimeError:
             return  # the storage of a wrapper: a size without memory
-        if start and value.nbytes():
-            self.spans.add((_device_of(value), start, value.nbytes()))
+        self.claim(value, _device_of(value), start, value.nbytes())
 
-    def array(self, plain: np.ndarray[Any, Any], base: object) -> None:
+    def array(self, plain: np.ndarray[Any, Any], base: object, owner: object) -> None:
         """Add the memory of an array: its owner's if it is a view, else its own and its elements'."""
         if base is not None:
             self.stack.append(base)
             if issubclass(type(base), _OWNERS):
                 return
-        if self.extent(plain) and plain.dtype.hasobject:
+        if self.extent(plain, owner) and plain.dtype.hasobject:
             self.elements(plain)
 
     def elements(self, plain: np.ndarray[Any, Any]) -> None:
@@ -311,19 +310,23 @@ class _Walk:
         else:
             self.stack += plain.ravel().tolist()
 
-    def extent(self, plain: np.ndarray[Any, Any]) -> bool:
+    def extent(self, plain: np.ndarray[Any, Any], owner: object) -> bool:
         """Add the bytes from the lowest to the highest that an array can touch; False if it has none."""
         if not plain.nbytes:
             return False
-        start = low = plain.__array_interface__["data"][0]
-        stop = start + plain.nbytes
+        low = plain.__array_interface__["data"][0]
+        stop = low + plain.nbytes
         if not plain.flags.forc:
-            stop = start + plain.itemsize
+            stop = low + plain.itemsize
             for length, stride in zip(plain.shape, plain.strides, strict=True):
                 low += min(0, stride * (length - 1))
                 stop += max(0, stride * (length - 1))
-        self.spans.add((HOST, low, stop - low))
+        self.claim(owner, HOST, low, stop - low)
         return True
+
+    def claim(self, owner: object, device: str, start: int, nbytes: int) -> None:
+        if start > 0 and nbytes > 0:
+            self.found.append((owner, (device, int(start), int(nbytes))))
 
 
 def _device_of(value: Any) -> str:
@@ -336,9 +339,8 @@ def _device_of(value: Any) -> str:
 
 def _opens(kind: type) -> bool:
     """Whether an instance of ``kind`` is a container whose traversal shows all it holds."""
-    if not kind.__flags__ & _GC_TYPE:
-        return False
-    return issubclass(kind, _CONTAINER_BASES) or hasattr(kind, "__dataclass_fields__")
+    opens = issubclass(kind, _CONTAINER_BASES) or hasattr(kind, "__dataclass_fields__")
+    return opens and bool(kind.__flags__ & _GC_TYPE)
 
 
 def _name(kind: type) -> str:
@@ -346,47 +348,3 @@ def _name(kind: type) -> str:
         return f"{kind.__module__}.{kind.__qualname__}"
     except Exception:  # noqa: BLE001  # a metaclass may answer for the class, and fail
         return type.__repr__(kind)
-
-
-def owned_regions(*values: object) -> list[tuple[Any, Region]]:
-    """The storages and arrays that own what ``values`` keep alive, each with its region.
-
-    ``bytes`` and ``bytearray`` are among them though Python can hold no weak reference to those.
-    """
-    stack = _Recording(values)
-    with _NoTorchFunction():
-        _Walk(stack).run()
-        owners = [_owner(leaf) for leaf in stack.leaves]
-    return [(owner, region) for owner in owners for region in footprint(owner).regions]
-
-
-class _Recording(list[Any]):
-    """A stack that notes every tensor, array and buffer that is taken from it."""
-
-    def __init__(self, values: Iterable[object]) -> None:
-        super().__init__(values)
-        self.leaves: list[Any] = []
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        value = super().pop(index)
-        if isinstance(value, _OWNERS):
-            self.leaves.append(value)
-        return value
-
-
-def _owner(leaf: Any) -> Any:
-    if isinstance(leaf, _Tensor) and leaf.layout is torch.strided and not leaf._is_zerotensor():  # noqa: SLF001
-        return leaf.untyped_storage()
-    return leaf
-
-
-def shape_of(value: object) -> str:
-    """Shape of a tensor or an array as text; ``"n x shape"`` for a container of alike ones, else ``""``."""
-    if isinstance(value, _Tensor | np.ndarray):
-        return str(tuple(value.shape))
-    if isinstance(value, dict):
-        value = value.get("items", ())
-    if isinstance(value, list | tuple | deque):
-        shapes = {shape_of(item) for item in value} - {""}
-        return f"{len(value)} x {shapes.pop()}" if len(shapes) == 1 else f"{len(value)} items"
-    return ""

@@ -11,48 +11,14 @@ frees all of it, whoever still holds it.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 from vllm_omni_session_state.config import DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.events import LOGGER
-from vllm_omni_session_state.footprint import Footprint, footprint, shape_of
+from vllm_omni_session_state.footprint import Footprint, footprint
 from vllm_omni_session_state.ids import session_key, shown
+from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.order import RecencyOrder
 from vllm_omni_session_state.session import SessionState
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One value of a session, as a listing shows it.
-
-    Attributes:
-        name: The field's name in the model's own state.
-        kind: Class of the state object, or type of the attribute.
-        bucket: ``"object"`` or ``"attrs"``.
-        nbytes: Bytes by device that this value keeps alive; one that several values share is in each.
-        shape: Shape of a tensor or an array, ``"n x (shape)"`` for a container of alike ones.
-    """
-
-    name: str
-    kind: str
-    bucket: str
-    nbytes: dict[str, int]
-    shape: str
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One session, as a listing shows it.
-
-    Attributes:
-        session: The session's shown id.
-        nbytes: Bytes by device, each region once.
-        values: What it holds, objects first.
-    """
-
-    session: str
-    nbytes: dict[str, int]
-    values: tuple[Value, ...]
 
 
 class SessionStateManager:
@@ -153,7 +119,7 @@ class SessionStateManager:
         """Every session with every value, least recently used first; listing refreshes nobody."""
         with self._lock:
             sessions = [self._table[key] for key in self._order]
-        return tuple(_entry(session) for session in sessions)
+        return tuple(entry_of(session) for session in sessions)
 
     def stats(self) -> dict[str, int]:
         """Counters and bytes.
@@ -206,18 +172,3 @@ class SessionStateManager:
 
 def _union(sessions: list[SessionState]) -> Footprint:
     return footprint(*(content for session in sessions for content in session.contents()))
-
-
-def _entry(session: SessionState) -> Entry:
-    objects = [
-        _value(name, type(obj).__name__, "object", obj.export_payload() if obj.resident else None)
-        for name, obj in list(session.objects.items())
-    ]
-    carried = [
-        _value(name, type(value).__name__, "attrs", value) for name, value in list(session.attrs.items())
-    ]
-    return Entry(shown(session.key), session.nbytes_by_device(), (*objects, *carried))
-
-
-def _value(name: str, kind: str, bucket: str, content: object) -> Value:
-    return Value(name, kind, bucket, footprint(content).nbytes_by_device(), shape_of(content))

@@ -19,6 +19,8 @@ import torch
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
+from vllm_omni_session_state.regions import Region
+
 Byte = tuple[str, int]
 
 pinned_starts: set[int] = set()
@@ -123,6 +125,19 @@ def bytes_of(regions) -> dict[str, set[int]]:
         last = (device, start + nbytes)
         sets.setdefault(device, set()).update(range(start, start + nbytes))
     return sets
+
+
+def region(tensor, device="cpu"):
+    """The region of a whole, contiguous tensor that owns its storage."""
+    return Region(device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def regions(*tensors):
+    return tuple(sorted(map(region, tensors)))
+
+
+def array_region(owner):
+    return Region("cpu", owner.ctypes.data, owner.nbytes)
 
 
 def torch_leaf(draw) -> Node:

@@ -15,7 +15,7 @@ ROWS = (
     ("adapters",),
     ("manager",),
     ("transfer", "lease", "tiers"),
-    ("contract", "objects", "session"),
+    ("contract", "objects", "session", "listing"),
     ("footprint", "release", "ledger", "order"),
     ("errors", "events", "config", "regions", "ids"),
 )

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,32 +57,16 @@ def test_in_a_clean_environment_the_plugin_is_found_and_importing_takes_no_torch
     assert out.split("\n")[:2] == ["session_state vllm_omni_session_state.plugin:register", "False"]
 
 
-def test_with_its_dependencies_pip_check_is_clean(wheel, tmp_path):
-    """The dependencies come from this environment, so that nothing is fetched twice."""
-    target = tmp_path / "target"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(target),
-        str(wheel),
-    ]
-    subprocess.run(command, check=True)
-    code = (
-        "import importlib.metadata as metadata\n"
-        "from packaging.requirements import Requirement\n"
-        "for text in metadata.requires('vllm-omni-session-state'):\n"
-        "    need = Requirement(text)\n"
-        "    if need.marker is None or need.marker.evaluate({'extra': ''}):\n"
-        "        assert need.specifier.contains(metadata.version(need.name), prereleases=True), text\n"
-        "        print(need.name)\n"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(target)}
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
-    ).stdout
-    assert out.split() == ["torch", "numpy", "safetensors"]
+@pytest.mark.skipif(os.environ.get("SESSION_STATE_LONG", "0") != "1", reason="installs torch: long run only")
+def test_with_its_dependencies_in_a_clean_environment_pip_check_is_clean(wheel, tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    version = metadata.version("torch").split("+")[0]
+    local = subprocess.run([*pip, "install", "--quiet", f"torch=={version}+cpu"], check=False)
+    if local.returncode:
+        index = "https://download.pytorch.org/whl/cpu"
+        subprocess.run([*pip, "install", "--quiet", f"torch=={version}", "--index-url", index], check=True)
+    subprocess.run([*pip, "install", "--quiet", str(wheel)], check=True)
+    done = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "No broken requirements found.")

@@ -7,6 +7,7 @@ else; the model's logic stays the host's.
 from __future__ import annotations
 
 ADAPTERS = {
+    "vllm_omni.diffusion.models.cosmos3.pipeline_cosmos3.Cosmos3OmniDiffusersPipeline": "cosmos3",
     "vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero.DreamZeroPipeline": "dreamzero",
 }
 """Pipeline class by dotted name -> module of this package. A subclass is served by its base's adapter."""

@@ -20,6 +20,14 @@ LOADER_METHOD = "load_model"
 
 _DREAMZERO = "vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero.DreamZeroPipeline"
 
+_COSMOS3 = "vllm_omni.diffusion.models.cosmos3.pipeline_cosmos3.Cosmos3OmniDiffusersPipeline"
+_DIFFUSE = (
+    "(self, latents, timesteps, cond_ids, cond_mask, uncond_ids, uncond_mask, guidance_scale, shared_kwargs, "
+    "*, action_latents=..., action_velocity_mask=..., action_condition_latents=..., sound_latents=..., "
+    "velocity_mask=..., image_latent=..., condition_latents=..., guidance_interval=..., raw_action_dim=..., "
+    "scheduler=..., session_id=..., generator=...)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Seam:
@@ -35,6 +43,13 @@ class Seam:
 
 
 PIPELINE_SEAMS: dict[str, tuple[Seam, ...]] = {
+    _COSMOS3: (
+        Seam("diffuse", _DIFFUSE),
+        Seam("_new_cosmos3_state", "(self, session_id)"),
+        Seam("_kv_load_und", "(self, state, is_negative)"),
+        Seam("_kv_capture_und", "(self, state, is_negative)"),
+        Seam("_kv_reset_und", "(self, state)"),
+    ),
     _DREAMZERO: (
         Seam("_get_or_create_state", "(self, session_id)"),
         Seam("_drop_ar_diffusion_session_state", "(self, session_id)"),

@@ -1,0 +1,103 @@
+"""What the in-tree accounting of vLLM-Omni gets wrong about bytes, row by row, as it must be."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_omni_session_state.footprint import footprint, register_children
+from vllm_omni_session_state.ledger import Ledger
+
+
+@dataclass
+class Frame:
+    pixels: object
+
+
+CASES = {
+    "array from a tensor": (lambda: torch.zeros(10).numpy(), 40),
+    "array over a buffer": (lambda: np.frombuffer(bytearray(64), np.uint8)[10:20], 64),
+    "tensor in a set": (lambda: {torch.zeros(10)}, 40),
+    "tensor in a dataclass": (lambda: Frame(torch.zeros(10)), 40),
+    "tensor as a key": (lambda: {torch.zeros(10): 1}, 40),
+    "sparse tensor": (lambda: torch.eye(3).to_sparse(), 3 * 16 + 3 * 4),
+    "view of a view": (lambda: np.zeros(100, np.uint8).view(np.matrix)[:, :10].view(np.ndarray), 100),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_counted(name):
+    make, nbytes = CASES[name]
+    assert footprint([make()]).nbytes_by_device() == {"cpu": nbytes}
+
+
+def test_a_tensor_in_an_object_is_reported_and_counted_once_its_type_is_registered():
+    class Holder:
+        held = None
+
+    holder = Holder()
+    holder.held = torch.zeros(10)
+    assert footprint(holder).nbytes == 0
+    assert footprint(holder).opaque == {f"{__name__}.{Holder.__qualname__}"}
+    register_children(Holder, lambda value: (value.held,))
+    assert footprint(holder).nbytes == 40
+    assert not footprint(holder).opaque
+
+
+def test_a_list_that_contains_itself_is_walked_once():
+    knot = [torch.zeros(10)]
+    knot.append(knot)
+    assert footprint(knot).nbytes == 40
+
+
+def test_two_meta_tensors_are_nothing_and_not_one():
+    assert footprint(torch.zeros(4, device="meta"), torch.zeros(8, device="meta")).nbytes == 0
+
+
+def test_a_staged_payload_is_charged_to_its_own_ledger():
+    table, staged = Ledger(), Ledger()
+    content, payload = torch.zeros(4), torch.zeros(8)
+    table.charge("session", footprint(content).regions)
+    staged.charge("session", footprint(payload).regions)
+    assert (table.nbytes_by_device(), staged.nbytes_by_device()) == ({"cpu": 16}, {"cpu": 32})
+
+
+def test_a_held_session_that_left_the_table_is_still_counted():
+    table, detached = Ledger(), Ledger()
+    table.charge(("id", 1), footprint(torch.zeros(4)).regions)
+    detached.charge(("id", 1), table.regions(("id", 1)))
+    table.release(("id", 1))
+    table.charge(("id", 2), footprint(torch.zeros(8)).regions)  # the same id, used again
+    assert detached.owner_nbytes(("id", 1)) == {"cpu": 16}
+    assert table.nbytes_by_device() == {"cpu": 32}
+
+
+def test_evicting_one_alias_frees_nothing_and_the_books_say_so():
+    shared, own = torch.zeros(100), torch.zeros(10)
+    books = Ledger()
+    books.charge("a", footprint(shared[:10], own).regions)
+    books.charge("b", footprint(OrderedDict(view=shared.view(10, 10))).regions)
+    assert books.freed_without(["a"]) == {"cpu": 40}
+    assert books.release("a") == {"cpu": 40}
+    assert books.nbytes_by_device() == {"cpu": 400}
+
+
+def test_what_is_freed_is_never_negative_and_sums_to_what_was_charged():
+    books, kept = Ledger(), [torch.zeros(n) for n in range(1, 20)]
+    for name in range(10):
+        books.charge(name, footprint(kept[name : name + 10]).regions)
+    charged = books.nbytes_by_device()["cpu"]
+    freed = [books.release(name).get("cpu", 0) for name in (3, 9, 0, 1, 8, 2, 7, 4, 5, 6)]
+    assert min(freed) >= 0
+    assert sum(freed) == charged
+
+
+def test_a_budget_counts_the_bytes_of_its_own_pool():
+    books = Ledger()
+    books.charge("a", footprint(torch.zeros(4), np.zeros(4)).regions)
+    assert set(books.nbytes_by_device()) == {"cpu"}
+    assert books.freed_without(["a"]).get("cuda:0", 0) == 0

@@ -1,0 +1,113 @@
+"""The suite can fail: mistakes that the Cosmos3 adapter could make, each caught by a test of this folder."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import test_session_state_cosmos3 as tests
+
+from vllm_omni_session_state import SessionStateManager
+from vllm_omni_session_state.adapters.cosmos3 import Cosmos3Adapter, Cosmos3State
+from vllm_omni_session_state.errors import IdentityMismatchError
+from vllm_omni_session_state.objects import EncodeOnceKV
+
+pytestmark = pytest.mark.host
+
+
+class Sink:
+    """A transformer that nobody sees."""
+
+    def reset_cache(self):
+        """Do nothing."""
+
+
+@contextmanager
+def alias_left_on_the_transformer():
+    end = Cosmos3Adapter._end
+    with mock.patch.object(Cosmos3Adapter, "_end", lambda self, key, state, _: end(self, key, state, Sink())):
+        yield
+
+
+@contextmanager
+def drop_that_forgets():
+    with (
+        mock.patch.object(SessionStateManager, "drop_session", return_value=True),
+        mock.patch.object(Cosmos3State, "reset", return_value=None),
+    ):
+        yield
+
+
+@contextmanager
+def one_state_for_one_id():
+    """Two calls under one id share a session, and nobody asks whose K/V it is."""
+    begin = Cosmos3Adapter._begin
+
+    def shared(self, arguments):
+        known = self._calls.get(arguments["session_id"])
+        return (arguments["session_id"], known) if known else begin(self, arguments)
+
+    def read(self, identity):
+        return None if self._encoded is None else self._encoded[0]
+
+    with mock.patch.object(Cosmos3Adapter, "_begin", shared), mock.patch.object(EncodeOnceKV, "read", read):
+        yield
+
+
+@contextmanager
+def capture_layer_by_layer():
+    def capture(self, transformer, is_negative):
+        branch = self._branch(is_negative)
+        if not branch.resident:
+            layers = []
+            branch.commit((layers, transformer.cached_freqs_gen))
+            layers.extend(transformer.cached_kv)
+
+    with mock.patch.object(Cosmos3State, "capture_from_transformer", capture):
+        yield
+
+
+def same_id_is_exact(off, on, monkeypatch):
+    tests.test_two_step_interleaved_generations_are_both_exact(off, on, monkeypatch, ("same", "same"), 1, 4.0)
+
+
+def a_failing_request_leaves_nothing(off, on, monkeypatch):
+    tests.test_a_failing_forward_gives_the_hosts_error_and_leaves_nothing(off, on, monkeypatch, 3, 4.0)
+
+
+def a_torn_capture_keeps_nothing(off, on, monkeypatch):
+    tests.test_a_capture_that_fails_between_two_layers_keeps_neither(on, off, monkeypatch)
+
+
+CAUGHT_BY = {
+    alias_left_on_the_transformer: a_failing_request_leaves_nothing,
+    drop_that_forgets: a_failing_request_leaves_nothing,
+    one_state_for_one_id: same_id_is_exact,
+    capture_layer_by_layer: a_torn_capture_keeps_nothing,
+}
+
+
+@pytest.fixture
+def off(tiny_cosmos3):
+    return tiny_cosmos3("regular")
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY, ids=lambda mutant: mutant.__name__)
+def test_the_mutant_is_caught(mutant, off, cosmos3_checkpoint, monkeypatch):
+    from omni_tiny.cosmos3 import TinyCosmos3
+
+    with TinyCosmos3(cosmos3_checkpoint("regular"), flag=True) as on, mutant(), pytest.raises(AssertionError):
+        CAUGHT_BY[mutant](off, on, monkeypatch)
+
+
+def test_where_two_calls_share_a_session_the_identity_refuses_the_second(off, cosmos3_checkpoint):
+    """The second line of defence: even so nobody is served another's K/V."""
+    from omni_tiny.cosmos3 import TinyCosmos3
+
+    with TinyCosmos3(cosmos3_checkpoint("regular"), flag=True) as on:
+        session = on.pipeline._memory_manager.get_or_create_session("shared")
+        mine, theirs = (Cosmos3State(session, (name, name)) for name in ("cup", "drawer"))
+        mine.load_into_transformer(on.pipeline.transformer, False)
+        with pytest.raises(IdentityMismatchError):
+            theirs.load_into_transformer(on.pipeline.transformer, False)
