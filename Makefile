@@ -73,11 +73,11 @@ $(STAMP):
 	    "if so, remove .venv and say make demo PYTHON=/path/to/python3.11"
 	rm -f .venv/.installed-*
 	echo '  1/3 PyTorch for the CPU'
-	$(PIP) install -q 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) install -q 'torch==$(TORCH)' --index-url $(CPU_INDEX)
-	echo '  2/3 vLLM, vLLM-Omni, test tools (the longest)'
-	$(PIP) install -q -r tests/requirements.txt
+	$(PIP) install -qq 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) install -qq 'torch==$(TORCH)' --index-url $(CPU_INDEX)
+	echo '  2/3 vLLM, vLLM-Omni, test tools (the longest, about 2 minutes)'
+	$(PIP) install -qq -r tests/requirements.txt
 	echo '  3/3 this plugin and its test harness'
-	$(PIP) install -q --no-deps -e . -e tests/harness
+	$(PIP) install -qq --no-deps -e . -e tests/harness
 	touch $@
 	echo 'Installed.'
 	echo
