@@ -1,8 +1,9 @@
 """Whose bytes are where: the ledgers of one manager, settled as sessions change and read at no cost.
 
-Four ledgers stand apart, because their bytes answer different questions: what the table's sessions hold,
-what sessions hold that left the table while somebody still uses them, what is staged, and what the host
-keeps of a session outside of it. A session is an owner by its serial number, so that one that left the
+Ledgers stand apart where their bytes answer different questions: what the table's sessions hold, and of it
+what lies on the device with nobody using it, and what lies in host memory by its role; what sessions hold
+that left the table while somebody still uses them; what is staged; what the host keeps of a session
+outside of it. A session is an owner by its serial number, so that one that left the
 table and a newer one under its key are two.
 
 Not locked: the manager holds its lock around every call. The one exception is the end of a detached
@@ -15,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from vllm_omni_session_state.ledger import Ledger
 from vllm_omni_session_state.regions import Region
@@ -23,10 +25,12 @@ from vllm_omni_session_state.regions import Region
 class Accounts:
     """The charges of a manager's sessions."""
 
-    __slots__ = ("_detached", "_ended", "_outside", "_staged", "_table")
+    __slots__ = ("_detached", "_ended", "_host", "_idle", "_outside", "_staged", "_table")
 
     def __init__(self) -> None:
         self._table = Ledger()
+        self._idle = Ledger()
+        self._host = Ledger()
         self._detached = Ledger()
         self._staged = Ledger()
         self._outside = Ledger()
@@ -34,28 +38,68 @@ class Accounts:
 
     def open(self, owner: int) -> None:
         """A session of the table begins, holding nothing."""
-        self._table.charge(owner, ())
-        self._staged.charge(owner, ())
+        for ledger in (self._table, self._idle, self._host, self._staged):
+            ledger.charge(owner, ())
 
-    def settle(self, owner: int, *, held: Iterable[Region], staged: Iterable[Region]) -> None:
-        """Replace a session's charge by what it holds now; one that has ended is charged no more."""
+    def settle(
+        self,
+        owner: int,
+        *,
+        device: tuple[Region, ...] = (),
+        host: tuple[Region, ...] = (),
+        staged: tuple[Region, ...] = (),
+    ) -> None:
+        """Replace a session's charge by what it holds now; one that has ended is charged no more.
+
+        Args:
+            owner: The session's serial number.
+            device: What its model keeps on the device.
+            host: What its model keeps in host memory, and what is parked there.
+            staged: What is staged.
+        """
         self._close_ended()
-        for ledger in (self._table, self._detached):
-            if owner in ledger:
-                ledger.charge(owner, held)
-                self._staged.charge(owner, staged)
+        if owner in self._table:
+            self._table.charge(owner, device + host)
+            self._host.charge(owner, host)
+            if owner in self._idle:
+                self._idle.charge(owner, device)
+        elif owner in self._detached:
+            self._detached.charge(owner, device + host)
+        else:
+            return
+        self._staged.charge(owner, staged)
+
+    def lease(self, owner: int) -> None:
+        """Somebody uses a session: it is no candidate to leave the device."""
+        self._idle.release(owner)
+
+    def idle(self, owner: int, device: tuple[Region, ...]) -> None:
+        """Nobody uses a session any more."""
+        self._idle.charge(owner, device)
+
+    def idle_nbytes(self) -> int:
+        """Bytes on the device of the sessions that nobody uses."""
+        return sum(self._idle.nbytes_by_device().values())
+
+    def freed_without(self, owners: Iterable[int]) -> int:
+        """Bytes that would leave the device if all of these idle sessions did."""
+        return sum(self._idle.freed_without(owners).values())
+
+    def host_nbytes(self) -> int:
+        """Bytes in host memory by role, of all sessions of the table."""
+        return sum(self._host.nbytes_by_device().values())
 
     def detach(self, owner: int, session: object) -> None:
         """A session leaves the table; its charge lives on for as long as somebody holds it."""
         self._close_ended()
         self._detached.charge(owner, self._table.regions(owner))
-        self._table.release(owner)
+        self._forget(owner)
         weakref.finalize(session, self._ended.append, owner).atexit = False
 
     def close(self, owner: int) -> dict[str, int]:
         """A session of the table ends; returns the bytes by device that no other one reaches."""
         self._staged.release(owner)
-        return self._table.release(owner)
+        return self._forget(owner)
 
     def charge_outside(self, name: str, regions: Iterable[Region]) -> None:
         """Say what the host keeps under ``name`` beside the sessions; no regions: nothing any more."""
@@ -79,16 +123,24 @@ class Accounts:
             "outside": sum(self._outside.nbytes_by_device().values()),
         }
 
-    def check(self, owners: Iterable[int]) -> None:
-        """Assert that every ledger is sound and that the table's is of exactly these owners."""
+    def check(self, owners: Iterable[int], *, idle: AbstractSet[int]) -> None:
+        """Assert that every ledger is sound, the table's of exactly these owners, the idle one of these."""
         self._close_ended()
-        for ledger in (self._table, self._detached, self._staged, self._outside):
+        for ledger in (self._table, self._idle, self._host, self._detached, self._staged, self._outside):
             ledger.check()
+        assert set(self._host.owners()) == set(self._table.owners()), "host bytes of nobody"
+        assert set(self._idle.owners()) == idle, "idle bytes of nobody"
         assert set(self._table.owners()) == set(owners), (
             "the ledger and the table speak of different sessions"
         )
         everybody = {*self._table.owners(), *self._detached.owners()}
         assert set(self._staged.owners()) == everybody, "staged bytes of nobody"
+
+    def _forget(self, owner: int) -> dict[str, int]:
+        if owner in self._idle:
+            self._idle.release(owner)
+        self._host.release(owner)
+        return self._table.release(owner)
 
     def _close_ended(self) -> None:
         while self._ended:

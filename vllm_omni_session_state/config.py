@@ -19,6 +19,9 @@ ENV_MAX_SESSIONS = "OMNI_DIFFUSION_SESSION_STATE_MANAGER_MAX_SESSIONS"
 DEFAULT_MAX_SESSIONS = 64
 """Sessions kept; mirrors the cap of DreamZero's own session table."""
 
+DEFAULT_MAX_PARKED = 4096
+"""Sessions parked at once."""
+
 _WORDS = {
     "1": True,
     "true": True,

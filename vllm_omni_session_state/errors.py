@@ -78,6 +78,76 @@ class IdentityMismatchError(SessionStateError, RuntimeError):
         )
 
 
+class TierFullError(SessionStateError):
+    """A tier has no room for what should move there; nothing has moved.
+
+    Attributes:
+        tier: Its name.
+        wanted: Bytes that should have moved.
+        room: Bytes that are left.
+    """
+
+    def __init__(self, tier: str, *, wanted: int, room: int, setting: str) -> None:
+        self.tier = tier
+        self.wanted = wanted
+        self.room = room
+        super().__init__(f"the {tier} tier has {room} bytes left and {wanted} are wanted; raise {setting}")
+
+
+class SessionParkedError(SessionStateError, RuntimeError):
+    """The state of a parked session was touched without a lease, which would have brought it back.
+
+    Attributes:
+        session: The session's shown id.
+    """
+
+    def __init__(self, session: str) -> None:
+        self.session = session
+        super().__init__(f"session {session} is parked; take a lease on it first")
+
+
+class SessionRestoreFailedError(SessionStateError, RuntimeError):
+    """A parked session could not be brought back; it is where it was, whole, and the next try may succeed.
+
+    Attributes:
+        session: The session's shown id.
+    """
+
+    def __init__(self, session: str, why: object) -> None:
+        self.session = session
+        super().__init__(f"session {session} stays parked: {why}. Send the step again, or close the session")
+
+
+class SessionStateLostError(SessionStateError, RuntimeError):
+    """A step came for a session whose state was lost; with ``on_lost: error`` it does not start over.
+
+    Attributes:
+        session: The session's shown id.
+        reason: Why it was lost.
+    """
+
+    def __init__(self, session: str, reason: str) -> None:
+        self.session = session
+        self.reason = reason
+        super().__init__(
+            f"session {session} was lost ({reason}); reset or close it, or begin a new one, to start over"
+        )
+
+
+class NoRoomError(SessionStateError, RuntimeError):
+    """A new session was refused because there is no room and nobody's state may be lost for it.
+
+    Attributes:
+        why: What is full.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"no room for a new session: {why}. Close sessions, raise the budget, or set on_lost to warn"
+        )
+
+
 class SeamMismatchError(SessionStateError):
     """A place in the host that the plugin hooks does not look as expected.
 

@@ -31,7 +31,11 @@ def session_key(session_id: str | None) -> str:
     return session_id
 
 
+def fingerprint(key: str) -> bytes:
+    """A session key's hash under the secret key, 16 bytes: what is remembered of a session that is gone."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), key=_KEY, digest_size=16).digest()
+
+
 def shown(key: str) -> str:
-    """A session key as logs and listings show it: a hash under a key of this process."""
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), key=_KEY, digest_size=6)
-    return f"s-{digest.hexdigest()}"
+    """A session key as logs and listings show it: the start of its fingerprint."""
+    return f"s-{fingerprint(key)[:6].hex()}"

@@ -35,6 +35,7 @@ class Entry:
 
     Attributes:
         session: The session's shown id.
+        place: ``"device"``, or ``"host"`` for a parked one, of which no values are listed.
         nbytes: Bytes by device, each region once.
         device_nbytes: Bytes of the values that its model keeps on the device.
         declared_nbytes: What the model declared of these; ``None`` where it declares nothing.
@@ -42,6 +43,7 @@ class Entry:
     """
 
     session: str
+    place: str
     nbytes: dict[str, int]
     device_nbytes: int
     declared_nbytes: int | None
@@ -50,6 +52,10 @@ class Entry:
 
 def entry_of(session: SessionState, declaration: Declaration | None) -> Entry:
     """List one session. It walks the values, so it is for an operator's look and not for every step."""
+    declared = None if declaration is None else declaration.device_nbytes
+    if session.parked:
+        held = footprint(*session.away()).nbytes_by_device()
+        return Entry(shown(session.key), "host", held, 0, declared, ())
     objects = [
         _value(name, type(obj).__name__, "object", obj.export_payload() if obj.resident else None)
         for name, obj in list(session.objects.items())
@@ -60,9 +66,10 @@ def entry_of(session: SessionState, declaration: Declaration | None) -> Entry:
     on_host: frozenset[str] = frozenset() if declaration is None else declaration.host_fields
     return Entry(
         session=shown(session.key),
+        place="device",
         nbytes=session.nbytes_by_device(),
         device_nbytes=footprint(*session.contents(without=on_host)).nbytes,
-        declared_nbytes=None if declaration is None else declaration.device_nbytes,
+        declared_nbytes=declared,
         values=(*objects, *carried),
     )
 

@@ -1,11 +1,11 @@
-"""The heart: which sessions there are, and what each of them holds.
+"""The heart: which sessions there are, what each of them holds, and where.
 
-Synchronization: one lock guards the table, the order and the accounts. Under it only look-ups and choices
-are made; nothing is copied, freed, walked or logged there.
+Ownership: the table owns a session. A lease is the span in which somebody uses one; a leased session is
+not in the order, so it is never moved nor evicted, and a drop takes effect when the last lease ends.
+``drop_session()`` ends a session and frees all of it, whoever still holds it.
 
-Ownership: the table owns a session. Whoever got one from here may hold it longer: the count cap takes a
-session out of the table only, and its holder keeps what it holds. ``drop_session()`` ends a session and
-frees all of it, whoever still holds it.
+Synchronization: one lock, the table's. Under it only look-ups and choices are made. Who needs a session
+that is on its way waits for that session, not for the lock.
 
 Accounting: a session's charge is settled when its use ends, never by a reader. Figures are those of the
 last settlement; reading them walks nothing and costs the same for one session and for a thousand.
@@ -14,111 +14,167 @@ last settlement; reading them walks nothing and costs the same for one session a
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
-from vllm_omni_session_state.accounts import Accounts
-from vllm_omni_session_state.config import DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
-from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
+from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
+from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import session_key, shown
+from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
-from vllm_omni_session_state.order import RecencyOrder
+from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.room import Room
 from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.table import Table
+from vllm_omni_session_state.tiers.host import HostTier
 
 
 class SessionStateManager:
     """Owns the sessions of one model in one worker process.
 
     Args:
-        max_sessions: Sessions kept in the table, at least 1; beyond it the least recently used leaves.
+        max_sessions: Sessions kept on the device, at least 1. A new one beyond it sends the least
+            recently used one to the tier, or out of the table where there is no tier.
         declaration: What the model declared of one session; a session that is found to hold more is said
             once at WARNING.
+        device_budget: Bytes on the device that sessions may hold while nobody uses them; ``None``: any.
+        tier: Where sessions are parked; ``None``: nowhere, and nothing ever moves.
+        max_parked: Sessions that may be parked at once.
+        on_lost: With ``"error"`` a new session is refused rather than another one lost, and a step of a
+            lost session raises; with ``"warn"`` either is counted and said.
 
     Raises:
         ValueError: For a ``max_sessions`` that is not a positive whole number.
     """
 
     def __init__(
-        self, *, max_sessions: int = DEFAULT_MAX_SESSIONS, declaration: Declaration | None = None
+        self,
+        *,
+        max_sessions: int = DEFAULT_MAX_SESSIONS,
+        declaration: Declaration | None = None,
+        device_budget: int | None = None,
+        tier: HostTier | None = None,
+        max_parked: int = DEFAULT_MAX_PARKED,
+        on_lost: Literal["warn", "error"] = "warn",
     ) -> None:
         if type(max_sessions) is not int or max_sessions < 1:
             raise ValueError(
                 f"max_sessions={max_sessions!r} keeps no session; set {ENV_MAX_SESSIONS} to 1 or more"
             )
-        self.max_sessions = max_sessions
         self.declaration = declaration
-        self.hits = 0
-        self.misses = 0
-        self.evictions = 0
-        self._lock = threading.Lock()
-        self._table: dict[str, SessionState] = {}
-        self._order = RecencyOrder()
-        self._accounts = Accounts()
+        self._table = Table()
+        self.room = Room(
+            self._table,
+            max_sessions=max_sessions,
+            device_budget=device_budget,
+            tier=tier,
+            max_parked=max_parked,
+            on_lost=on_lost,
+        )
 
     @contextmanager
-    def use(self, session_id: str | None) -> Iterator[SessionState]:
-        """The session of that id for the span of a ``with``; its charge is settled at the end."""
-        session = self.get_or_create_session(session_id)
+    def lease(self, session_id: str | None) -> Iterator[SessionState]:
+        """Use a session for the span of a ``with``: it is on the device and stays there.
+
+        At the end its charge is settled, and after a use that succeeded idle sessions beyond the budget
+        are parked. Several may hold a lease on one session.
+
+        Raises:
+            TypeError: For an id that is no string.
+            SessionRestoreFailedError: If it is parked and could not be brought back; it stays parked.
+            SessionStateLostError: If it was lost and ``on_lost`` is ``"error"``.
+            NoRoomError: If it is new, there is no room and ``on_lost`` is ``"error"``.
+        """
+        seat = self._find(session_key(session_id), lease=True)
         try:
-            yield session
-        finally:
-            self.settle(session)
+            yield seat.session
+        except BaseException:
+            self._end_lease(seat)
+            raise
+        self._end_lease(seat)
+        self.room.enforce(self._on_host)
 
     def get_or_create_session(self, session_id: str | None) -> SessionState:
         """The session of that id, made the most recently used one; a new empty one where there is none.
 
-        A new session beyond ``max_sessions`` takes the least recently used ones out of the table, counted
-        as evictions and said at WARNING, since those clients' rollouts start over. Whoever changes the
-        session calls ``settle()`` when done, or uses ``use()``.
+        For who holds a lease on it, or runs without a tier. A new session beyond ``max_sessions`` takes the
+        least recently used one out of the table, counted as an eviction and said at WARNING, since that
+        client's rollout starts over. Whoever changes the session calls ``settle()`` when done.
 
         Raises:
             TypeError: For an id that is no string.
+            SessionParkedError: If it is parked.
+            SessionStateLostError: As for ``lease()``.
+            NoRoomError: As for ``lease()``.
+        """
+        return self._find(session_key(session_id), lease=False).session
+
+    def prepare(self, session_id: str | None) -> None:
+        """Bring a session to the device, or make room for a new one, ahead of a lease on it.
+
+        Raises:
+            SessionRestoreFailedError: As for ``lease()``, and so the others.
         """
         key = session_key(session_id)
-        evicted: list[SessionState] = []
-        with self._lock:
-            session = self._table.get(key)
-            if session is not None:
-                self.hits += 1
-            else:
-                self.misses += 1
-                while len(self._table) >= self.max_sessions:
-                    evicted.append(self._take_oldest())
-                self.evictions += len(evicted)
-                session = self._table[key] = SessionState(key)
-                self._accounts.open(session.serial)
-            self._order.use(key)
-        for lost in evicted:
-            LOGGER.warning(
-                "session %s is lost (count): %d are kept and a new one came; its rollout starts over at its "
-                "next step. Raise %s to keep more",
-                shown(lost.key),
-                self.max_sessions,
-                ENV_MAX_SESSIONS,
-            )
-        return session
+        with self._table.lock:
+            seat = self._table.arrived(key)
+            ready = seat is not None and seat.parked is None
+        if not ready:
+            self._end_lease(self._find(key, lease=True, count=False))
 
-    def _take_oldest(self) -> SessionState:
-        """Take the least recently used session out of the table; under the lock."""
-        key = self._order.oldest()
-        assert key is not None, "a full table has an oldest session"
-        self._order.remove(key)
-        session = self._table.pop(key)
-        self._accounts.detach(session.serial, session)
-        return session
+    def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
+        """The seat of a session that is on the device; waits, restores and makes room as it must."""
+        table = self._table
+        while True:
+            with table.lock:
+                seat = table.arrived(key)
+                if seat is None:
+                    reason = table.losses.reason(key)
+                    if reason is not None and self.room.on_lost == "error":
+                        raise SessionStateLostError(shown(key), reason.value)
+                    if not self.room.crowded():
+                        seat = table.open(key)
+                if seat is not None and seat.parked is None:
+                    table.touch(seat, lease=lease, count=count)
+                    return seat
+                if seat is not None:
+                    if not lease:
+                        raise SessionParkedError(shown(key))
+                    seat.moving = True
+            if seat is not None:
+                self.room.bring_back(seat)
+                return seat
+            self.room.make(self._on_host)
 
-    def settle(self, session: SessionState) -> None:
-        """Charge a session for what it holds now. Never raises: it runs after a forward's own body."""
-        declared = self.declaration
-        on_host = frozenset() if declared is None else declared.host_fields
+    def _end_lease(self, seat: Seat) -> None:
+        """Never raises but for an end too many: it runs after a forward's own body."""
+        device = self.settle(seat.session)
+        if self._table.end_lease(seat, device):
+            self.drop_session(seat.session.key)
+
+    @property
+    def _on_host(self) -> frozenset[str]:
+        return frozenset() if self.declaration is None else self.declaration.host_fields
+
+    def settle(self, session: SessionState) -> tuple[Region, ...]:
+        """Charge a session for what it holds now. Never raises: it runs after a forward's own body.
+
+        Returns:
+            What it holds on the device.
+        """
+        on_host = self._on_host
         device = footprint(*session.contents(without=on_host))
         host = footprint(*session.contents(only=on_host)) if on_host else footprint()
         staged = session.staged_footprint()
-        with self._lock:
-            self._accounts.settle(session.serial, held=device.regions + host.regions, staged=staged.regions)
-        if declared is not None and device.nbytes > declared.device_nbytes:
+        with self._table.lock:
+            self._table.accounts.settle(
+                session.serial, device=device.regions, host=host.regions, staged=staged.regions
+            )
+        if self.declaration is not None and device.nbytes > self.declaration.device_nbytes:
             say_once(
                 logging.WARNING,
                 ("declared",),
@@ -126,17 +182,20 @@ class SessionStateManager:
                 "little, and a full pool can run out of memory",
                 shown(session.key),
                 device.nbytes,
-                declared.device_nbytes,
+                self.declaration.device_nbytes,
             )
+        return device.regions
 
     def charge_outside(self, name: str, *values: object) -> None:
         """Say what the host keeps of sessions outside of them, under a name of its own."""
         regions = footprint(*values).regions
-        with self._lock:
-            self._accounts.charge_outside(name, regions)
+        with self._table.lock:
+            self._table.accounts.charge_outside(name, regions)
 
     def drop_session(self, session_id: str | None) -> bool:
         """End a session and free all it holds, also for whoever still holds it.
+
+        While it is in use the end waits for the last lease. A session that was lost may begin anew.
 
         Returns:
             Whether there was such a session.
@@ -144,76 +203,71 @@ class SessionStateManager:
         Raises:
             TypeError: For an id that is no string.
         """
-        key = session_key(session_id)
-        with self._lock:
-            session = self._table.pop(key, None)
-            if session is None:
-                return False
-            self._order.remove(key)
-            self._accounts.close(session.serial)
-        session.reset()
+        seat = self._table.remove(session_key(session_id))
+        if seat is None:
+            return False
+        if not seat.leases:
+            self.room.forget(seat)
+            seat.session.reset()
         return True
+
+    def mark_lost(self, session_id: str | None, reason: Reason) -> None:
+        """Say that a session was dropped although its client had not ended it; called after the drop."""
+        with self._table.lock:
+            self._table.losses.record(session_key(session_id), reason)
 
     def drop_all(self) -> int:
         """End every session; returns how many there were."""
-        with self._lock:
-            keys = list(self._table)
+        with self._table.lock:
+            keys = list(self._table.seats)
         return sum(self.drop_session(key) for key in keys)
 
     def peek(self, session_id: str | None) -> SessionState | None:
         """The session of that id or ``None``; looking does not make it recently used."""
         key = session_key(session_id)
-        with self._lock:
-            return self._table.get(key)
+        with self._table.lock:
+            seat = self._table.seats.get(key)
+            return None if seat is None else seat.session
 
     def listing(self) -> tuple[Entry, ...]:
-        """Every session with every value, least recently used first; listing refreshes nobody."""
-        with self._lock:
-            sessions = [self._table[key] for key in self._order]
-        return tuple(entry_of(session, self.declaration) for session in sessions)
+        """Every session with every value: parked ones, then idle ones by last use, then those in use."""
+        with self._table.lock:
+            seats = self._table.seats
+            parked = [seat.session for seat in seats.values() if seat.parked is not None]
+            idle = [seats[key].session for key in self._table.order]
+            used = [seat.session for seat in seats.values() if not seat.idle and seat.parked is None]
+        return tuple(entry_of(session, self.declaration) for session in (*parked, *idle, *used))
 
     def stats(self) -> dict[str, int]:
         """Counters, and bytes as of each session's last settlement.
 
         Returns:
             ``sessions``, ``max_sessions``, ``hits``, ``misses``, ``evictions``; ``total_nbytes`` and one
-            ``nbytes:<device>`` per device, over the table's sessions, each region once. Apart from these:
-            ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``, ``detached_sessions`` and
-            ``detached_nbytes`` (left the table, still held by somebody), ``outside`` (what the host keeps of
-            sessions outside of them).
+            ``nbytes:<device>`` per device, over the table's sessions where they are now, each region once.
+            Apart from these: ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``,
+            ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by somebody),
+            ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions``, ``parks``,
+            ``restores``, and one ``lost:<reason>`` for each reason for which somebody was lost.
         """
-        with self._lock:
-            counters = {
-                "sessions": len(self._table),
-                "max_sessions": self.max_sessions,
-                "hits": self.hits,
-                "misses": self.misses,
-                "evictions": self.evictions,
-            }
-            return counters | self._accounts.figures()
+        return {"max_sessions": self.room.max_sessions, **self._table.figures()}
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once, as of their last settlement."""
-        with self._lock:
-            return self._accounts.held_by_device()
+        with self._table.lock:
+            return self._table.accounts.held_by_device()
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._table)
+        return len(self._table.seats)
 
     def __bool__(self) -> bool:
         """True also without sessions: an empty manager is a manager."""
         return True
 
     def __contains__(self, session_id: str | None) -> bool:
-        key = session_key(session_id)
-        with self._lock:
-            return key in self._table
+        return session_key(session_id) in self._table.seats
 
     def check(self) -> None:
-        """Assert that table, order and accounts speak of the same sessions. An expensive no-op."""
-        with self._lock:
-            assert set(self._table) == set(self._order), "table and order differ"
-            assert len(self._order) == len(self._table) <= self.max_sessions, "the cap is not held"
-            assert all(key == session.key for key, session in self._table.items()), "a session is misfiled"
-            self._accounts.check(session.serial for session in self._table.values())
+        """Assert that every part is sound and that they agree. An expensive no-op."""
+        self._table.check()
+        if self.room.tier is not None:
+            self.room.tier.check()

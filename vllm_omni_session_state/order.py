@@ -1,7 +1,7 @@
 """The eviction order: which session was used least recently. It never sees a byte.
 
-What is in use is not in the order, so whoever asks for the oldest cannot be handed something that must
-not move; there is nothing to skip.
+What is in use or on its way is not in the order, so whoever asks for the oldest cannot be handed something
+that must not move; there is nothing to skip.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Iterator
 
 
 class RecencyOrder:
-    """Keys from least to most recently used.
+    """Keys from least to most recently used, each with the number of its last use.
 
     Not locked: its owner holds a lock around every call.
     """
 
-    __slots__ = ("_keys",)
+    __slots__ = ("_keys", "_uses")
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._keys: OrderedDict[str, int] = OrderedDict()
+        self._uses = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -30,17 +31,27 @@ class RecencyOrder:
 
     def use(self, key: str) -> None:
         """Make ``key`` the most recent one, adding it where it is absent."""
-        self._keys[key] = None
+        self._uses += 1
+        self._keys[key] = self._uses
         self._keys.move_to_end(key)
 
-    def remove(self, key: str) -> None:
-        """Take ``key`` out.
+    def remove(self, key: str) -> int:
+        """Take ``key`` out; returns its place, for ``put_back()``.
 
         Raises:
             KeyError: If it is not in the order; what is removed was once added.
         """
-        del self._keys[key]
+        return self._keys.pop(key)
+
+    def put_back(self, key: str, place: int) -> None:
+        """Undo a ``remove()``: the key stands where it stood, whatever was used meanwhile."""
+        self._keys[key] = place
+        self._keys = OrderedDict(sorted(self._keys.items(), key=lambda item: item[1]))
 
     def oldest(self) -> str | None:
         """The least recently used key, or ``None`` where there is none."""
         return next(iter(self._keys), None)
+
+    def check(self) -> None:
+        """Assert that keys stand in the order of their last uses. An expensive no-op."""
+        assert list(self._keys.values()) == sorted(self._keys.values()), "the order is out of order"

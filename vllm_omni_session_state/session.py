@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast, overload
 
 from vllm_omni_session_state.contract import StateObject
+from vllm_omni_session_state.errors import SessionParkedError
 from vllm_omni_session_state.footprint import Footprint, footprint
+from vllm_omni_session_state.ids import shown
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", bound=StateObject[Any, Any])
@@ -46,13 +48,14 @@ class SessionState:
         attrs: Values that the manager only carries, by name.
     """
 
-    __slots__ = ("__weakref__", "_objects", "attrs", "key", "serial")
+    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "key", "serial")
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.serial = next(_serials)
         self.attrs: dict[str, object] = {}
         self._objects: dict[str, StateObject[Any, Any]] = {}
+        self._away: tuple[dict[str, object], dict[str, StateObject[Any, Any]]] | None = None
 
     @property
     def objects(self) -> dict[str, StateObject[Any, Any]]:
@@ -80,8 +83,58 @@ class SessionState:
             return held
         return self.put(name, factory())
 
+    @property
+    def parked(self) -> bool:
+        """Whether a part of the session is elsewhere; until ``put_back()`` every touch of it raises."""
+        return self._away is not None
+
+    @property
+    def staging(self) -> bool:
+        """Whether any object holds a staged payload: a window is in progress."""
+        return any(obj.staged is not None for obj in self._objects.values())
+
+    def part(self, *, without: AbstractSet[str]) -> dict[str, dict[str, object]]:
+        """The committed content by reference, as the tree that ``put_back()`` takes; without some names."""
+        return {
+            "attrs": {name: value for name, value in self.attrs.items() if name not in without},
+            "objects": {
+                name: obj.export_payload()
+                for name, obj in self._objects.items()
+                if name not in without and obj.resident
+            },
+        }
+
+    def away(self) -> tuple[object, ...]:
+        """What a parked session still holds itself: the values that were not let go of."""
+        if self._away is None:
+            return ()
+        attrs, objects = self._away
+        return (*attrs.values(), *(obj.export_payload() for obj in objects.values() if obj.resident))
+
+    def let_go(self, part: dict[str, dict[str, object]]) -> None:
+        """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch."""
+        for name in part["objects"]:
+            self._objects[name].evict()
+        for name in part["attrs"]:
+            self.attrs[name] = None  # its place in the order stays
+        self._away = (self.attrs, self._objects)
+        self.attrs = _Sealed(self.key)
+        self._objects = _Sealed(self.key)
+
+    def put_back(self, part: dict[str, Any]) -> None:
+        """Take back what was let go of; afterwards the session is as it was."""
+        assert self._away is not None, "only a parked session is put back"
+        attrs, objects = self._away
+        for name, payload in part["objects"].items():
+            objects[name].import_payload(payload)
+        attrs.update(part["attrs"])
+        self.attrs, self._objects, self._away = attrs, objects, None
+
     def reset(self) -> None:
-        """Reset every object, staged payloads too, and forget every attribute."""
+        """Reset every object, staged payloads too, and forget every attribute; also of a parked session."""
+        if self._away is not None:
+            self.attrs, self._objects = self._away
+            self._away = None
         for obj in self._objects.values():
             obj.reset()
         self.attrs.clear()
@@ -118,6 +171,19 @@ class SessionState:
     def nbytes(self) -> int:
         """Bytes over all devices."""
         return self.footprint().nbytes
+
+
+class _Sealed(dict[str, Any]):
+    """In place of a parked session's content: whoever touches it is told, and can change nothing."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise SessionParkedError(shown(self._key))
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    get = items = keys = values = pop = popitem = setdefault = update = clear = copy = _refuse
 
 
 class Unset(Enum):

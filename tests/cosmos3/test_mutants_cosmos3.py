@@ -26,7 +26,7 @@ class Sink:
 @contextmanager
 def alias_left_on_the_transformer():
     end = Cosmos3Adapter._end
-    with mock.patch.object(Cosmos3Adapter, "_end", lambda self, key, state, _: end(self, key, state, Sink())):
+    with mock.patch.object(Cosmos3Adapter, "_end", lambda self, key, _: end(self, key, Sink())):
         yield
 
 
@@ -42,16 +42,24 @@ def drop_that_forgets():
 @contextmanager
 def one_state_for_one_id():
     """Two calls under one id share a session, and nobody asks whose K/V it is."""
-    begin = Cosmos3Adapter._begin
 
-    def shared(self, arguments):
-        known = self._calls.get(arguments["session_id"])
-        return (arguments["session_id"], known) if known else begin(self, arguments)
+    def shared(self, request):
+        self._calls.setdefault(request, None)
+        return request
+
+    def end(self, key, transformer):
+        self._calls.pop(key, None)
+        if not self._calls:
+            self._manager.drop_session(key)
 
     def read(self, identity):
         return None if self._encoded is None else self._encoded[0]
 
-    with mock.patch.object(Cosmos3Adapter, "_begin", shared), mock.patch.object(EncodeOnceKV, "read", read):
+    with (
+        mock.patch.object(Cosmos3Adapter, "_begin", shared),
+        mock.patch.object(Cosmos3Adapter, "_end", end),
+        mock.patch.object(EncodeOnceKV, "read", read),
+    ):
         yield
 
 

@@ -92,7 +92,7 @@ def generate_in_rank(rank, checkpoint, kinds):
             outputs |= {(flag, kind): tiny.generate("a", kind=kind) for kind in kinds}
             if flag:
                 assert nothing_is_left(tiny, [])
-                assert tiny.pipeline._memory_manager.misses > 0
+                assert tiny.pipeline._memory_manager.stats()["misses"] > 0
     return rank, outputs
 
 
@@ -201,7 +201,7 @@ def test_interleaved_with_a_failing_one_the_other_is_exact(off, on):
 
 
 def test_a_cap_of_one_takes_nothing_from_a_request_under_way(off, on, monkeypatch):
-    monkeypatch.setattr(on.pipeline._memory_manager, "max_sessions", 1)
+    monkeypatch.setattr(on.pipeline._memory_manager.room, "max_sessions", 1)
     alone = [off.diffuse(off.diffuse_call("alone", **word)) for word in WORDS]
     calls = [on.diffuse_call(f"id{n}", **word) for n, word in enumerate(WORDS)]
     with captured(monkeypatch) as watches:

@@ -62,7 +62,7 @@ class Lockstep:
         """End every session on both sides, as their clients would; what is left is a model just loaded."""
         for key in list(self.bespoke.pipeline._states):
             self.bespoke.close(key)
-        for key in list(self.manager._order):
+        for key in list(self.manager._table.order):
             self.managed.close(key)
         for model in self.models:
             for key in list(model.runner._sessions):
@@ -129,7 +129,7 @@ class Lockstep:
         """Equal tables in equal order, and equal fields of every session."""
         self.manager.check()
         states = self.bespoke.pipeline._states
-        assert list(self.manager._order) == list(states), "the tables differ"
+        assert list(self.manager._table.order) == list(states), "the tables differ"
         for key, state in states.items():
             managed = self.fields(key)
             for name, value in vars(state).items():

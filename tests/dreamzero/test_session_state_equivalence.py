@@ -39,8 +39,8 @@ def test_over_400_steps_the_ring_stays_at_its_size_while_the_bespoke_history_gro
 
 
 def test_a_look_at_a_session_that_is_not_there_makes_none(pair):
-    before = list(pair.manager._order)
+    before = list(pair.manager._table.order)
     with pytest.raises(RuntimeError, match="No accumulated video latents for session 'nobody'"):
         pair.managed.pipeline.decode_accumulated_video_latents("nobody")
     pair.managed.pipeline.clear_accumulated_video_latents("nobody")
-    assert list(pair.manager._order) == before
+    assert list(pair.manager._table.order) == before

@@ -13,11 +13,11 @@ ROWS = (
     ("__init__", "testing", "cli", "plugin"),
     ("omni",),
     ("adapters",),
-    ("manager",),
-    ("transfer", "lease", "tiers"),
+    ("table", "room", "manager"),
+    ("pack", "transfer", "tiers", "parking", "lease"),
     ("contract", "objects", "session", "listing"),
     ("footprint", "release", "ledger", "accounts", "order"),
-    ("errors", "events", "config", "regions", "ids"),
+    ("errors", "events", "config", "regions", "ids", "losses"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -68,7 +68,7 @@ class AccountsMachine(RuleBasedStateMachine):
 
     def use(self, key, change, *, hold=False):
         """Change a session, and its model, inside one use."""
-        with self.manager.use(key) as session:
+        with self.manager.lease(key) as session:
             model = self.table.pop(key, None)
             if model is None:
                 model = Model()
@@ -96,6 +96,8 @@ class AccountsMachine(RuleBasedStateMachine):
         def change(session, model):
             buffer = session.get_or_create("buffer", new_buffer, LatentBuffer)
             buffer.append(self.values[place][1:])
+            if model.buffer is None:  # a released buffer was replaced, and what it had staged went with it
+                model.staged = None
             model.buffer = [*(model.buffer or ()), place]
 
         self.use(key, change)
@@ -196,17 +198,17 @@ TestAccountsMachine.settings = sized(2000, stateful_step_count=40)
 
 def test_a_detached_session_is_counted_until_nobody_holds_it_without_the_garbage_collector():
     manager = SessionStateManager(max_sessions=1)
-    with manager.use("a") as session:
+    with manager.lease("a") as session:
         session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
     held = session
-    with manager.use("a"):
+    with manager.lease("a"):
         pass
-    with manager.use("b"):
+    with manager.lease("b"):
         del session
     gc.disable()
     try:
         assert manager.stats()["detached_nbytes"] == 10
-        with manager.use("a") as twin:
+        with manager.lease("a") as twin:
             assert twin is not held, "the id used again is another session"
         assert manager.stats()["detached_sessions"] == 1
         del held

@@ -168,9 +168,9 @@ def test_an_evicted_session_that_nobody_holds_is_freed_without_the_garbage_colle
 def test_stats_have_the_seeds_keys_and_count_a_shared_storage_once():
     manager = SessionStateManager()
     shared = torch.zeros(100, dtype=torch.uint8)
-    with manager.use("a") as session:
+    with manager.lease("a") as session:
         session.attrs["x"] = shared[:1]
-    with manager.use("b") as session:
+    with manager.lease("b") as session:
         session.attrs["x"] = shared
         session.put("ring", LatentBuffer()).replace([shared[50:]])
     stats = manager.stats()
@@ -196,7 +196,7 @@ def test_the_listing_names_kind_bucket_bytes_and_shape_of_each_value():
 
 def test_figures_are_those_of_the_last_settlement_and_no_reader_walks():
     manager = SessionStateManager()
-    with manager.use("a") as session:
+    with manager.lease("a") as session:
         session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
     session.attrs["x"] = torch.zeros(30, dtype=torch.uint8)
     assert manager.stats()["total_nbytes"] == 10
@@ -208,7 +208,7 @@ def test_the_use_is_settled_also_when_it_fails():
     manager = SessionStateManager()
 
     def fail():
-        with manager.use("a") as session:
+        with manager.lease("a") as session:
             session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
             raise KeyError
 
@@ -222,12 +222,12 @@ def test_a_session_that_holds_more_than_its_model_declared_is_said_once(caplog):
     declaration = Declaration(device_nbytes=10, host_fields=frozenset({"frames"}))
     manager = SessionStateManager(declaration=declaration)
     with caplog.at_level(logging.WARNING):
-        with manager.use("a") as session:
+        with manager.lease("a") as session:
             session.attrs["frames"] = torch.zeros(1000, dtype=torch.uint8)
             session.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
         assert caplog.records == []
         for name in ("a", "b"):
-            with manager.use(name) as session:
+            with manager.lease(name) as session:
                 session.attrs["x"] = torch.zeros(11, dtype=torch.uint8)
     (record,) = caplog.records
     assert "holds 11 bytes on the device and its model declared 10" in record.getMessage()
@@ -256,7 +256,7 @@ def test_many_threads_leave_a_sound_table():
                 if step % 5 == 0:
                     manager.drop_session(name)
                 else:
-                    with manager.use(name) as session:
+                    with manager.lease(name) as session:
                         session.attrs["n"] = torch.zeros(step)
                 manager.stats()
         except Exception as error:  # noqa: BLE001 - carried to the asserting thread

@@ -115,7 +115,7 @@ class Cosmos3Adapter:
         self._manager = manager
         self._signature = inspect.signature(type(pipeline).diffuse)
         self._wrapped = vars(pipeline).get("diffuse")  # somebody, a profiler say, may have been here before
-        self._calls: dict[str, Cosmos3State] = {}
+        self._calls: dict[str, Cosmos3State | None] = {}
         self._lock = threading.Lock()
 
     def diffuse(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,40 +124,42 @@ class Cosmos3Adapter:
         assert pipeline is not None, "whoever calls holds the pipeline"
         host = self._wrapped or functools.partial(type(pipeline).diffuse, pipeline)
         call = self._signature.bind(pipeline, *args, **kwargs)
-        key, state = self._begin(call.arguments)
+        identities = (
+            identity_of(call.arguments, call.arguments["cond_ids"], call.arguments["cond_mask"]),
+            identity_of(call.arguments, call.arguments["uncond_ids"], call.arguments["uncond_mask"]),
+        )
+        key = self._begin(session_key(call.arguments.get("session_id")))
         call.arguments["session_id"] = key  # the host asks for its state, and drops it, by this key
         try:
-            return host(*call.args[1:], **call.kwargs)
+            with self._manager.lease(key) as session:
+                state = self._calls[key] = Cosmos3State(session, identities, self._manager)
+                try:
+                    return host(*call.args[1:], **call.kwargs)
+                finally:
+                    state.reset()
         finally:
-            self._end(key, state, pipeline.transformer)
+            self._end(key, pipeline.transformer)
 
     def state_of(self, session_id: str | None) -> Cosmos3State | None:
         """The state of a call under way, in place of the host's ``_new_cosmos3_state``."""
         return self._calls.get(session_key(session_id))
 
-    def _begin(self, arguments: Mapping[str, Any]) -> tuple[str, Cosmos3State]:
-        """Start a session under the request's id, or beside it while another call under that id runs."""
-        request = session_key(arguments.get("session_id"))
-        identities = (
-            identity_of(arguments, arguments["cond_ids"], arguments["cond_mask"]),
-            identity_of(arguments, arguments["uncond_ids"], arguments["uncond_mask"]),
-        )
+    def _begin(self, request: str) -> str:
+        """The request's own key, or one beside it while another call under that id runs."""
         with self._lock:
             key, number = request, 1
             while key in self._calls:
                 number += 1
                 key = f"{request}/{number}"
-            self._manager.drop_session(key)  # nothing of an earlier request is there to be found
-            session = self._manager.get_or_create_session(key)
-            state = self._calls[key] = Cosmos3State(session, identities, self._manager)
-        return key, state
+            self._calls[key] = None
+        self._manager.drop_session(key)  # nothing of an earlier request is there to be found
+        return key
 
-    def _end(self, key: str, state: Cosmos3State, transformer: Transformer) -> None:
-        """Free all of it, whatever happened; an error of the request must come through as it was."""
-        with self._lock:
-            self._calls.pop(key, None)
-        state.reset()  # also where the count cap took the session out of the table meanwhile
+    def _end(self, key: str, transformer: Transformer) -> None:
+        """Let go of all of it, whatever happened; an error of the request must come through as it was."""
         self._manager.drop_session(key)
+        with self._lock:
+            del self._calls[key]
         try:
             # The host leaves the last branch here. Another call under way loads its own before it reads.
             transformer.reset_cache()

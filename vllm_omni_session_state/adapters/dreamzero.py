@@ -223,26 +223,27 @@ class DreamZeroAdapter:
 
     @contextmanager
     def bind(self, session_id: str, state: object) -> Iterator[None]:
-        """The host's ``bind_ar_diffusion_state``: one forward; after it the session's charge is settled."""
+        """The host's ``bind_ar_diffusion_state``: one forward, for which the session is leased."""
         pipeline = self._host()
-        with type(pipeline).bind_ar_diffusion_state(pipeline, session_id, state):
+        with (
+            self._manager.lease(session_id),
+            type(pipeline).bind_ar_diffusion_state(pipeline, session_id, state),
+        ):
             yield
-        self._settle(session_id)
         # The encoder keeps the lists that it worked on: one whole feature map that is no session's.
         self._manager.charge_outside(OUTSIDE, getattr(pipeline.vae, "_enc_feat_map", None))
 
     def decode(self, session_id: str | None = None) -> torch.Tensor:
         """The host's ``decode_accumulated_video_latents``, which would make the session it looks for."""
         pipeline = self._host()
-        with self._looking():
+        with self._looking(session_id):
             return type(pipeline).decode_accumulated_video_latents(pipeline, session_id)
 
     def clear(self, session_id: str | None = None) -> None:
         """The host's ``clear_accumulated_video_latents``, likewise."""
         pipeline = self._host()
-        with self._looking():
+        with self._looking(session_id):
             type(pipeline).clear_accumulated_video_latents(pipeline, session_id)
-        self._settle(session_id)
 
     def warmup_compile(self) -> None:
         """The host's method of this name; it leaves its dummy frames in the default session, which ends."""
@@ -250,18 +251,18 @@ class DreamZeroAdapter:
         type(pipeline).warmup_compile(pipeline)
         self.drop_state(None)
 
-    def _settle(self, session_id: str | None) -> None:
-        session = self._manager.peek(session_id)
-        if session is not None:
-            self._manager.settle(session)
-
     def _host(self) -> Pipeline:
         pipeline = self._pipeline()
         assert pipeline is not None, "whoever calls holds the pipeline"
         return pipeline
 
     @contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _looking(self, session_id: str | None) -> Iterator[None]:
+        """Lease a session that is there; one that is not there is not made."""
+        if session_id in self._manager:
+            with self._manager.lease(session_id):
+                yield
+            return
         self._only_existing = True
         try:
             yield

@@ -79,10 +79,12 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
     from vllm_omni_session_state.adapters.patches import Patches  # noqa: PLC0415
     from vllm_omni_session_state.manager import SessionStateManager  # noqa: PLC0415
-    from vllm_omni_session_state.omni import seams  # noqa: PLC0415
+    from vllm_omni_session_state.omni import runner, seams  # noqa: PLC0415
 
     owner = next(base for base in type(pipeline).__mro__ if _dotted(base) == known)
     seams.check(owner, seams.PIPELINE_SEAMS[known])
+    if known in seams.RUNNER_PIPELINES:
+        runner.hook_runner()
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
     manager = SessionStateManager(max_sessions=settings.max_sessions)
     patches = Patches()

@@ -61,6 +61,15 @@ PIPELINE_SEAMS: dict[str, tuple[Seam, ...]] = {
 }
 """By the dotted name of the pipeline class, as in ``adapters.ADAPTERS``."""
 
+RUNNER_SEAMS = (
+    Seam("_get_or_create_session", "(self, session_id)"),
+    Seam("_release_session", "(self, session_id, *, reset_model, reason, suppress_errors=...)"),
+)
+"""Of ``ARDiffusionModelRunner``."""
+
+RUNNER_PIPELINES = frozenset({_DREAMZERO})
+"""Pipelines that this runner serves."""
+
 
 def signature_of(function: object) -> str:
     """A callable's parameters in the form that ``Seam.signature`` has."""

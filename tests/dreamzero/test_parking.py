@@ -1,0 +1,195 @@
+"""More sessions than the device's budget holds, on the real host: each step equals its session run alone."""
+
+import logging
+
+import numpy as np
+import pytest
+from omni_tiny.inproc import TinyDreamZero
+
+from vllm_omni_session_state.errors import (
+    NoRoomError,
+    SessionParkedError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+)
+from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.tiers.host import HostTier
+
+pytestmark = pytest.mark.host
+
+SESSIONS = [f"robot-{n}" for n in range(12)]
+ROUNDS = 9
+
+
+def step(model, session, round_):
+    """The same observation whoever runs it: it depends on the session and the round alone."""
+    rng = np.random.default_rng([SESSIONS.index(session), round_])
+    prompt = "another task" if round_ == 6 and session == "robot-3" else f"task of {session}"
+    return model.step(session, rng=rng, prompt=prompt, frames=1 if round_ == 0 else 4)
+
+
+@pytest.fixture(scope="module")
+def alone(dreamzero_checkpoint):
+    """Each session's outputs when it is the only one."""
+    outputs = {}
+    with TinyDreamZero(dreamzero_checkpoint, flag=False, capacity=12) as model:
+        for session in SESSIONS:
+            outputs.update({(session, round_): step(model, session, round_) for round_ in range(ROUNDS)})
+            model.close(session)
+    return outputs
+
+
+@pytest.fixture
+def model(dreamzero_checkpoint):
+    """A managed model that has parked nothing yet."""
+    with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=12) as model:
+        yield model
+
+
+def one_session_nbytes(model):
+    """Device bytes of a session that has run for a while."""
+    for round_ in range(4):
+        step(model, SESSIONS[0], round_)
+    manager = model.pipeline._memory_manager
+    nbytes = next(entry.device_nbytes for entry in manager.listing() if entry.device_nbytes)
+    model.close(SESSIONS[0])
+    manager.drop_all()
+    return nbytes
+
+
+def interleaved(model):
+    rng = np.random.default_rng(0)
+    outputs = {}
+    for round_ in range(ROUNDS):
+        for session in rng.permutation(SESSIONS):
+            outputs[session, round_] = step(model, session, round_)
+            model.pipeline._memory_manager.check()
+    return outputs
+
+
+def differing(alone, outputs):
+    return [key for key, output in outputs.items() if not alone[key].equals(output)]
+
+
+def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, model):
+    manager = model.pipeline._memory_manager
+    budget = 2 * one_session_nbytes(model) + 1000
+    manager.room.device_budget, manager.room.tier = budget, HostTier(budget=1 << 30)
+    outputs = interleaved(model)
+    assert len(outputs) == 108
+    assert differing(alone, outputs) == []
+    stats = manager.stats()
+    assert stats["parked_sessions"] >= 10
+    assert stats["restores"] > 80
+    assert manager._table.accounts.idle_nbytes() <= budget
+    assert not [name for name in stats if name.startswith("lost:")]
+    for session in SESSIONS:
+        model.close(session)
+    assert manager.room.tier.nbytes == 0
+    assert manager.stats()["total_nbytes"] == 0
+
+
+def test_a_cap_of_two_parks_instead_of_dropping_where_there_is_a_tier(alone, model):
+    manager = model.pipeline._memory_manager
+    manager.room.max_sessions, manager.room.tier = 2, HostTier(budget=1 << 30)
+    outputs = interleaved(model)
+    assert differing(alone, outputs) == []
+    assert manager.stats()["evictions"] == 0
+    assert manager.stats()["sessions"] - manager.stats()["parked_sessions"] == 2
+
+
+def test_a_cap_of_two_without_a_tier_loses_rollouts_and_says_so(alone, model, caplog):
+    manager = model.pipeline._memory_manager
+    manager.room.max_sessions = 2
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        outputs = interleaved(model)
+    assert len(differing(alone, outputs)) > 50
+    assert manager.stats()["lost:count"] == manager.stats()["evictions"] > 90
+    assert len([record for record in caplog.records if "is lost (count)" in record.getMessage()]) > 90
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(5, "I/O")])
+@pytest.mark.parametrize("where", ["put", "get"])
+def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatch, where, error):
+    """Every call of the tier fails once: a step whose restore failed is sent again and is exact."""
+    forget_said()
+    manager = model.pipeline._memory_manager
+    manager.room.device_budget, manager.room.tier = 500_000, HostTier(budget=1 << 30)
+    call, broken = getattr(HostTier, where), []
+
+    def fails_every_other_time(self, *args, **kwargs):
+        broken.append(len(broken) % 2 == 0)
+        if broken[-1]:
+            raise error
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(HostTier, where, fails_every_other_time)
+    outputs, refused = {}, 0
+    for round_ in range(4):
+        for session in SESSIONS[:5]:
+            for _ in range(2):
+                try:
+                    outputs[session, round_] = step(model, session, round_)
+                    break
+                except SessionRestoreFailedError:  # what a client does: it sends the step again
+                    refused += 1
+            manager.check()
+    assert differing(alone, outputs) == []
+    assert len(outputs) == 20
+    assert any(broken)
+    assert (refused > 5) is (where == "get")
+
+
+def test_with_every_park_failing_nothing_is_lost_and_the_overrun_is_said_once(alone, model, caplog):
+    forget_said()
+    manager = model.pipeline._memory_manager
+    manager.room.device_budget, manager.room.tier = 500_000, HostTier(budget=0)
+    manager.room.on_lost = "error"
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        outputs = {(SESSIONS[0], round_): step(model, SESSIONS[0], round_) for round_ in range(3)}
+        with pytest.raises(NoRoomError, match="no room for a new session: the host tier has 0 bytes left"):
+            step(model, SESSIONS[1], 0)
+        outputs[SESSIONS[0], 3] = step(model, SESSIONS[0], 3)
+    assert differing(alone, outputs) == []
+    assert len([record for record in caplog.records if "beyond device_budget" in record.getMessage()]) == 1
+
+
+def test_a_session_that_the_runner_evicts_is_counted_and_with_error_it_does_not_start_over(
+    dreamzero_checkpoint,
+):
+    with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=2) as model:
+        manager = model.pipeline._memory_manager
+        manager.room.on_lost = "error"
+        for session in SESSIONS[:3]:
+            step(model, session, 0)
+        assert manager.stats()["lost:kv_eviction"] == 1
+        with pytest.raises(SessionStateLostError, match="was lost \\(kv_eviction\\)"):
+            step(model, SESSIONS[0], 1)
+        model.reset(SESSIONS[0])
+        step(model, SESSIONS[0], 0)
+
+
+def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
+    manager = model.pipeline._memory_manager
+    manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+    step(model, SESSIONS[0], 0)
+    view = model.pipeline.state
+    step(model, SESSIONS[1], 0)
+    with pytest.raises(SessionParkedError, match="is parked; take a lease"):
+        _ = view.clip_feas
+    with pytest.raises(SessionParkedError, match="is parked; take a lease"):
+        view.call_count = 0
+    step(model, SESSIONS[0], 1)
+    assert view.call_count == 2
+
+
+def test_decode_brings_a_parked_session_back_and_is_exact(alone, model):
+    manager = model.pipeline._memory_manager
+    manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+    for round_ in range(3):
+        step(model, SESSIONS[0], round_)
+    decoded = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])
+    step(model, SESSIONS[1], 0)
+    assert manager.stats()["parked_sessions"] >= 1
+    again = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])
+    assert (decoded == again).all()

@@ -1,0 +1,36 @@
+"""The seats of the table: a session with who uses it, where it is and what waits for its last use to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_omni_session_state.parking import Parked
+from vllm_omni_session_state.session import SessionState
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One session of the table. Every field is read and written under the manager's lock.
+
+    Attributes:
+        session: The session.
+        leases: Uses under way; while there is one, the session is neither moved nor evicted.
+        moving: Whether it is on its way to a tier or back; whoever needs it waits.
+        parked: Where its device part is, ``None`` while it is on the device.
+        ending: Whether a drop waits for the last lease to end.
+        fresh: Whether nobody has used it yet.
+        place: Where it stood in the order when it was taken out.
+    """
+
+    session: SessionState
+    leases: int = 0
+    moving: bool = False
+    parked: Parked | None = None
+    ending: bool = False
+    fresh: bool = True
+    place: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is in the order: on the device, with nobody using or moving it."""
+        return not self.leases and not self.moving and self.parked is None

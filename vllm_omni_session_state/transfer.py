@@ -1,0 +1,90 @@
+"""Copies of storages between pools, fenced: when a call returns, the copies hold the bytes.
+
+The only file that names a stream. On an accelerator the copies of one call run on a stream of their own,
+after everything that the current stream has queued, and the call waits for them once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+ALIGNMENT = 512
+"""Bytes to which each storage's place in a slab is rounded up, as allocators on accelerators do."""
+
+
+def slab_nbytes(sizes: Sequence[int]) -> int:
+    """Bytes of the slab that holds storages of these sizes."""
+    return sum(_aligned(size) for size in sizes)
+
+
+def to_slab(storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
+    """Copy storages into one new slab of host memory, one after the other.
+
+    Returns:
+        The slab, ``(slab_nbytes(sizes),)``, uint8; page-locked where the storages lie on an accelerator.
+
+    Raises:
+        MemoryError: If the host has no room for it; nothing has changed.
+    """
+    sizes = [storage.nbytes() for storage in storages]
+    on_device = any(storage.device.type != "cpu" for storage in storages)
+    try:
+        slab = torch.empty(slab_nbytes(sizes), dtype=torch.uint8, pin_memory=on_device)
+    except RuntimeError as error:
+        raise MemoryError(f"no host memory for {slab_nbytes(sizes)} bytes: {error}") from error
+    _copy([(_bytes(storage), part) for storage, part in zip(storages, _parts(slab, sizes), strict=True)])
+    return slab
+
+
+def from_slab(slab: torch.Tensor, sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
+    """Copy storages out of a slab into new ones.
+
+    Args:
+        slab: From ``to_slab()``; unharmed.
+        sizes: Of the storages in bytes, in their order.
+        device: Where the new storages lie.
+
+    Raises:
+        MemoryError: If the device has no room for them; nothing has changed.
+    """
+    try:
+        new = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise MemoryError(f"no memory on {device} for {sum(sizes)} bytes: {error}") from error
+    _copy(list(zip(_parts(slab, sizes), new, strict=True)))
+    return [tensor.untyped_storage() for tensor in new]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _parts(slab: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(slab[start : start + size])
+        start += _aligned(size)
+    return parts
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    # A fresh, ordinary tensor over the storage: whether its own tensors are inference tensors is no matter.
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    device = next((t.device for pair in pairs for t in pair if t.device.type != "cpu"), None)
+    if device is None:
+        for source, target in pairs:
+            target.copy_(source)
+        return
+    here = torch.accelerator.current_stream(device)
+    stream = torch.Stream(device)
+    stream.wait_stream(here)
+    with stream:
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+    stream.synchronize()  # a copy is fenced before its source is let go
