@@ -7,7 +7,10 @@ No network runs; `benchmarks.dreamzero_session` says what does. Figures are medi
 ``encoder_over_bespoke``
     Append, read and ``quant_conv`` of the encoder stream: ours over bespoke. At most 0.2 is wanted.
 ``all_over_intree``
-    All operations of the table, ``quant_conv`` too: ours over in-tree. At most 1.0 is wanted.
+    All operations on the state, ``quant_conv`` too: ours over in-tree. At most 1.0 is wanted.
+``with_books_over_intree``
+    The same with the books: ours charges a session for what it holds whenever a forward ends, in-tree counts
+    when somebody asks, which nobody does here. `benchmarks.accounting` is about what that charging costs.
 ``host_only_share``
     How much of ours is the host's own inherited code: the time of the host's ``DreamZeroState`` on plain
     attributes, its encoder output cut to our window off the clock, over the time of ours. Of ours the session
@@ -54,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_thread()
     from benchmarks.dreamzero_session import make_inputs
 
-    logging.getLogger("vllm_omni").setLevel(logging.WARNING)  # the state logs each step at INFO
+    # INFO: the state, each step. WARNING: the plugin, that at these sizes a session outgrows the declared 603 MiB.
+    logging.getLogger("vllm_omni").setLevel(logging.ERROR)
     inputs = make_inputs(steps=max(steps, WARM_UP))
     place = machine()
     console.print(_header(inputs, place, steps=steps, pairs=pairs))
@@ -162,14 +166,15 @@ def _check_equal(sessions: dict[str, Session]) -> None:
 
 
 def _figures(measured: list[Pair]) -> dict[str, Spread]:
-    from benchmarks.dreamzero_session import ENCODER, LOOKUP, OPERATIONS, QUANT_CONV
+    from benchmarks.dreamzero_session import ENCODER, LOOKUP, QUANT_CONV, STATE
 
-    inherited = [name for name in OPERATIONS if name not in {LOOKUP, QUANT_CONV}]
+    inherited = [name for name in STATE if name not in {LOOKUP, QUANT_CONV}]
     ratios = {
         "encoder_over_bespoke": [
             pair[OURS].total(ENCODER) / pair[BESPOKE].total(ENCODER) for pair in measured
         ],
-        "all_over_intree": [pair[OURS].total() / pair[IN_TREE].total() for pair in measured],
+        "all_over_intree": [pair[OURS].total(STATE) / pair[IN_TREE].total(STATE) for pair in measured],
+        "with_books_over_intree": [pair[OURS].total() / pair[IN_TREE].total() for pair in measured],
         "host_only_share": [
             pair[PLAIN].total(inherited) / pair[OURS].total([*inherited, LOOKUP]) for pair in measured
         ],
@@ -192,11 +197,11 @@ def _header(inputs: Inputs, place: Machine, *, steps: int, pairs: int) -> Table:
 
 
 def _operations(measured: list[Pair], *, steps: int) -> Table:
-    from benchmarks.dreamzero_session import ENCODER, LOOKUP, OPERATIONS, QUANT_CONV
+    from benchmarks.dreamzero_session import BOOKS, ENCODER, LOOKUP, QUANT_CONV, STATE
 
     contenders = (OURS, IN_TREE, BESPOKE, PLAIN)
     table = Table(title="Microseconds a step, median over the pairs", box=box.SIMPLE_HEAD)
-    table.add_column("operation")
+    table.add_column("operation", no_wrap=True)
     for name in contenders:
         table.add_column(name, justify="right")
     table.add_column("ours / in-tree", justify="right")
@@ -211,13 +216,16 @@ def _operations(measured: list[Pair], *, steps: int) -> Table:
         ).median
         table.add_row(title, *(f"{cell:.1f}" for cell in cells), f"{ratio:.3f}", style=style)
 
-    for operation in OPERATIONS:
+    for operation in STATE:
         row(operation, [operation])
     table.add_section()
     row("the encoder stream", ENCODER)
-    row("all but quant_conv", [name for name in OPERATIONS if name != QUANT_CONV])
-    row("all but quant_conv and look-up", [name for name in OPERATIONS if name not in {QUANT_CONV, LOOKUP}])
-    row("all", OPERATIONS, style="bold")
+    row("all but quant_conv", [name for name in STATE if name != QUANT_CONV])
+    row("all but quant_conv and look-up", [name for name in STATE if name not in {QUANT_CONV, LOOKUP}])
+    row("all", STATE, style="bold")
+    table.add_section()
+    row(BOOKS, [BOOKS])
+    row("all, and books", [*STATE, BOOKS])
     return table
 
 
