@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps, pairs = (
         (asked.steps or 12, asked.pairs or 2) if asked.quick else (asked.steps or 400, asked.pairs or 20)
     )
-    console, aside = Console(), Console(stderr=True)
+    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
     aside.print("Importing vLLM-Omni (10 to 30 seconds) ...")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     one_thread()
     from benchmarks.dreamzero_session import make_inputs
 
-    # INFO: the state, each step. WARNING: the plugin, that at these sizes a session outgrows the declared 603 MiB.
+    # Each step is logged at INFO, and at WARNING that a session of these sizes outgrows the host's 603 MiB.
     logging.getLogger("vllm_omni").setLevel(logging.ERROR)
     inputs = make_inputs(steps=max(steps, WARM_UP))
     place = machine()
@@ -141,11 +141,11 @@ def _pair(inputs: Inputs, *, steps: int, turn: int) -> Pair:
                     session.step()
     finally:
         gc.enable()
-    _check_equal(sessions)
+    check_equal(sessions)
     return {name: session.clock for name, session in sessions.items()}
 
 
-def _check_equal(sessions: dict[str, Session]) -> None:
+def check_equal(sessions: dict[str, Session]) -> None:
     """The contenders did the same: a faster one that read something else would have won nothing."""
     import torch
 
