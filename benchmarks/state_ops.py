@@ -14,8 +14,10 @@ No network runs; `benchmarks.dreamzero_session` says what does. Figures are medi
 ``host_only_share``
     How much of ours is the host's own inherited code: the time of the host's ``DreamZeroState`` on plain
     attributes, its encoder output cut to our window off the clock, over the time of ours. Of ours the session
-    look-up is part, of the host's it is not, since it is the plugin that looks up; ``quant_conv``, which is
-    the model's, is in neither.
+    look-up is part, of the host's it is not, since it is the plugin that looks up; the books and
+    ``quant_conv``, which is the model's, are in neither.
+
+Times are CPU time of the one thread, so that what else the machine does shows only through its caches.
 """
 
 from __future__ import annotations
