@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import SessionParkedError
@@ -192,6 +192,9 @@ class Unset(Enum):
     UNSET = "unset"
 
 
+_UNSET = Unset.UNSET  # an enum's member is looked up by code, a global is not
+
+
 class HoldsSession(Protocol):
     """What a field descriptor needs of the object that it is declared on."""
 
@@ -230,10 +233,10 @@ class SessionAttr(Generic[T]):
     def __get__(self, obj: HoldsSession | None, owner: type) -> SessionAttr[T] | T:
         if obj is None:
             return self
-        value = obj._session.attrs.get(self.name, self.default)  # noqa: SLF001 - the field's declared home
-        if value is Unset.UNSET:
+        value: Any = obj._session.attrs.get(self.name, self.default)  # noqa: SLF001 - the field's declared home
+        if value is _UNSET:
             raise AttributeError(self.name)
-        return cast("T", value)
+        return value  # type: ignore[no-any-return]  # a step reads some seventy fields, and a cast is a call
 
     def __set__(self, obj: HoldsSession, value: T) -> None:
         obj._session.attrs[self.name] = value if self.coerce is None else self.coerce(value)  # noqa: SLF001

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -111,6 +111,7 @@ class DreamZeroFields:
 
     _session: SessionState
     _vae_encoder_window: int
+    _homes: ClassVar[set[str]]  # names that were set before, and so have a home
 
     @property
     def session_id(self) -> str:
@@ -123,29 +124,27 @@ class DreamZeroFields:
         return self._vae_encoder_window
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in _OWN:
+        if name not in self._homes:
             _declare(type(self), name)
         object.__setattr__(self, name, value)
 
 
-def _declare(view: type, name: str) -> None:
+def _declare(view: type[DreamZeroFields], name: str) -> None:
     """Carry a field that the model grew: give it a home in the session the first time it is set."""
     held = _declared(view, name)
-    if hasattr(type(held), "__set__"):
-        return
-    field = SessionAttr[Any](default=held)
-    field.__set_name__(view, name)
-    setattr(view, name, field)
-    _declared.cache_clear()
-    say_once(
-        logging.WARNING,
-        ("undeclared", view.__name__, name),
-        "DreamZero's state has a field %r unknown to this plugin; its sessions carry it as an attribute",
-        name,
-    )
+    if not hasattr(type(held), "__set__"):
+        field = SessionAttr[Any](default=held)
+        field.__set_name__(view, name)
+        setattr(view, name, field)
+        say_once(
+            logging.WARNING,
+            ("undeclared", view.__name__, name),
+            "DreamZero's state has a field %r unknown to this plugin; its sessions carry it as an attribute",
+            name,
+        )
+    view._homes.add(name)
 
 
-@functools.cache
 def _declared(view: type, name: str) -> object:
     for base in view.__mro__:
         if name in vars(base):
@@ -156,15 +155,18 @@ def _declared(view: type, name: str) -> object:
 @functools.cache
 def view_class(host_state: type) -> type[DreamZeroFields]:
     """The host's state class with its fields in a session."""
-    return type("ManagedDreamZeroState", (DreamZeroFields, host_state), {"__doc__": host_state.__doc__})
+    return type(
+        "ManagedDreamZeroState",
+        (DreamZeroFields, host_state),
+        {"__doc__": host_state.__doc__, "_homes": set(_OWN)},
+    )
 
 
 def view_of(session: SessionState, host_state: type, *, window: int) -> DreamZeroFields:
     """A view of ``session``; the host's ``__init__``, which resets it, runs for a new session only."""
     cls = view_class(host_state)
     view = cls.__new__(cls)
-    view._session = session
-    view._vae_encoder_window = window
+    vars(view).update(_session=session, _vae_encoder_window=window)  # every step: past ``__setattr__``
     if session.empty:
         host_state.__init__(view)  # type: ignore[misc] # the view's class is made from it
     return view

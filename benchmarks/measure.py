@@ -1,0 +1,141 @@
+"""Measuring, whatever is measured: a lap clock, the order of contenders, medians, the machine, the last line.
+
+Not covered: what is run and what the figures mean; each benchmark says that itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LapClock:
+    """Adds up what each kind of operation takes: every moment since ``start()`` belongs to the next lap.
+
+    A moment is CPU time of this thread, in which others' work on the same cores does not show. For work that
+    neither waits nor uses a second thread that is the time it takes on an idle machine.
+
+    Attributes:
+        ns: Nanoseconds so far, by the lap's name.
+    """
+
+    __slots__ = ("_last", "ns")
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.ns: dict[str, int] = dict.fromkeys(names, 0)
+        self._last = 0
+
+    def start(self) -> None:
+        """What has passed since the last lap is nobody's."""
+        self._last = time.thread_time_ns()
+
+    def lap(self, name: str) -> None:
+        """What has passed since ``start()`` or the last lap was spent on ``name``."""
+        now = time.thread_time_ns()
+        self.ns[name] += now - self._last
+        self._last = time.thread_time_ns()
+
+    def total(self, names: Iterable[str] | None = None) -> int:
+        """Nanoseconds spent on ``names``, by default on everything."""
+        return sum(self.ns.values()) if names is None else sum(self.ns[name] for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The middle of several measurements and how far they lie apart."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Median and quartiles of ``values``, of which there is at least one."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(statistics.median(values), low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the figures were measured."""
+
+    cpu: str
+    cores: int
+    threads: int
+    system: str
+    python: str
+    torch: str
+    vllm_omni: str
+
+
+def machine() -> Machine:
+    """This machine, with the threads that torch uses now."""
+    import torch
+
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        vllm_omni=metadata.version("vllm-omni"),
+    )
+
+
+def one_thread() -> None:
+    """Pin this process to one thread of computation; before torch is imported it holds for all of torch."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def orders(contenders: Sequence[T]) -> Iterator[tuple[T, ...]]:
+    """Every order of ``contenders``, over and over: each runs equally often first, and after each other."""
+    return itertools.cycle(itertools.permutations(contenders))
+
+
+def last_line(figures: dict[str, Spread], **more: Any) -> str:
+    """One JSON object: the median of each figure, the quartiles of all, and what else is to be known.
+
+    Args:
+        figures: By name.
+        **more: Further keys; a record among them is written as an object.
+    """
+    written = {
+        **{name: round(spread.median, 4) for name, spread in figures.items()},
+        "quartiles": {
+            name: [round(spread.low, 4), round(spread.high, 4)] for name, spread in figures.items()
+        },
+        **{
+            name: asdict(value) if hasattr(value, "__dataclass_fields__") else value
+            for name, value in more.items()
+        },
+    }
+    return json.dumps(written)
+
+
+def _cpu() -> str:
+    try:
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [
+        line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()
