@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint clean
+.PHONY: help demo test test-long lint docs clean
 
 PYTHON ?= $(shell for each in python3.11 python3; do \
 	"$$each" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$each" && break; done)
@@ -29,6 +29,7 @@ help:
 	@echo '  make test       run the tests on the real vLLM-Omni (at most 15 minutes)'
 	@echo '  make test-long  the same with twenty times the examples and steps (hours on a small machine)'
 	@echo '  make lint       ruff and mypy'
+	@echo '  make docs       build the documentation into site/, strictly'
 	@echo '  make clean      remove what tests and builds left behind; .venv stays'
 	@echo
 	@echo 'The first of them installs what it needs into .venv: about 3 minutes and 4.4 GB, once.'
@@ -55,6 +56,10 @@ lint: $(STAMP)
 	@.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	echo 'The documentation: site/index.html'
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,135 @@
+"""Shell lines of the pages: what each is, and that it is right. A line of no known kind is refused.
+
+Lines that can be run here cheaply are run; the A/B block is run whole by its own test; what would install,
+uninstall or serve a real model is checked against what it names.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pages import PROJECT
+from travel import serve_arguments
+
+from vllm_omni_session_state.config import ENV_FLAG, ENV_MAX_SESSIONS, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "vllm-omni-session-state"
+AB = re.compile(r'python ab\.py "\$MODEL" "\$DEPLOY" (on|off)\.txt|cmp off\.txt on\.txt && echo .+')
+"""Lines of the block that compares two runs; ``test_the_ab_run_of_the_docs`` runs them."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+def lines(text: str) -> list[str]:
+    """The commands of a block, without comments, continued lines joined."""
+    joined = text.replace("\\\n", " ")
+    bare = [re.sub(r"(^|\s)#.*$", "", line).strip() for line in joined.splitlines()]
+    return [line for line in bare if line]
+
+
+def check(line: str) -> str:
+    """Check one command; returns what kind it is.
+
+    Raises:
+        AssertionError: It is of no known kind, or names something that is not there.
+    """
+    words = shlex.split(line)
+    if words[0] == "export":
+        for word in words[1:]:
+            setting(word)
+        return "setting"
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        setting(words.pop(0))
+    if AB.fullmatch(line[line.index(words[0]) :]):
+        return "a/b"
+    for kind, known in KINDS.items():
+        if words[: len(kind)] == list(kind):
+            known(words[len(kind) :])
+            return " ".join(kind)
+    raise AssertionError(f"no test knows what to do with the command {line!r}")
+
+
+def setting(word: str) -> None:
+    """An assignment: of a variable that is read, to a value that is understood."""
+    found = _ASSIGNMENT.fullmatch(word)
+    assert found, f"{word!r} sets nothing"
+    name, value = found.groups()
+    if name in (ENV_FLAG, ENV_MAX_SESSIONS):
+        _, complaints = resolve(None, {name: value})
+        assert not complaints, complaints
+    elif name == "VLLM_PLUGINS":
+        assert (
+            f'\n{value} = "vllm_omni_session_state.plugin:register"\n'
+            in (PROJECT / "pyproject.toml").read_text()
+        )
+    else:
+        assert name == "OMP_NUM_THREADS", f"{name} is no variable that a test knows"
+
+
+def _make(arguments: list[str]) -> None:
+    (target,) = arguments
+    makefile = (PROJECT / "Makefile").read_text()
+    assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), f"make has no target {target}"
+    phony = re.search(r"^\.PHONY:(.*)$", makefile, re.MULTILINE)
+    assert phony
+    assert target in phony[1].split()
+
+
+def _pip_install(arguments: list[str]) -> None:
+    assert arguments == ["."], "the project is installed from its clone"
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    """See that pip would install this clone; ``tests/package/test_wheel.py`` installs it."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "."]
+    subprocess.run(command, check=True, cwd=PROJECT, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+
+
+def _pip_uninstall(arguments: list[str]) -> None:
+    assert arguments == [NAME]
+    assert f'\nname = "{NAME}"\n' in (PROJECT / "pyproject.toml").read_text()
+
+
+def _vllm_serve(arguments: list[str]) -> None:
+    assert "--omni" in arguments, "without --omni it is vLLM's own server"
+    assert serve_arguments(arguments)["model"] in ("GEAR-Dreams/DreamZero-DROID", "nvidia/Cosmos3-Nano")
+
+
+KINDS: dict[tuple[str, ...], Callable[[list[str]], None]] = {
+    ("make",): _make,
+    ("pip", "install"): _pip_install,
+    ("pip", "uninstall"): _pip_uninstall,
+    ("vllm", "serve"): _vllm_serve,
+}
+
+
+def run(text: str, *, cwd: Path, **environment: str) -> str:
+    """Run a whole block as a user would; returns all it said.
+
+    Raises:
+        AssertionError: It failed.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=cwd,
+        env={**os.environ, "PATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout

@@ -1,0 +1,280 @@
+"""The documentation: it builds strictly and alone, its code runs, and what it names is there."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pages
+import pytest
+import shell
+import travel
+import vocabulary
+import yaml
+from pages import DOCS, PAGES, PROJECT, Block
+
+from vllm_omni_session_state.config import ENV_FLAG, FLAG
+
+BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
+EQUALITY, ENABLING, MODELS = (DOCS / f"{name}.md" for name in ("equality", "enabling", "models"))
+KNOWN = {"bash", "python", "yaml", "text"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=PROJECT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_it_builds_strictly_with_a_page_for_each_file(site):
+    built = {page.stem for page in site.glob("*.html")} - {"404"}
+    assert built == {page.stem for page in DOCS.glob("*.md")}
+
+
+def test_the_built_pages_fetch_nothing_from_anywhere(site):
+    fetched = re.compile(
+        r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//|@import|url\(['\"]?(?:https?:)?//"
+    )
+    linked = re.compile(r"<link\b[^>]*\bhref=\"?((?:https?:)?//[^\s\">]+)")
+    for page in site.glob("*.html"):
+        assert not fetched.search(page.read_text()), page.name
+        assert not linked.findall(page.read_text()), page.name
+    for sheet in site.rglob("*.css"):
+        assert not fetched.search(sheet.read_text()), sheet.name
+
+
+def test_every_block_is_of_a_kind_that_a_test_runs_or_checks():
+    assert len(BLOCKS) > 20
+    assert [str(block) for block in BLOCKS if block.language not in KNOWN] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_text_block_is_the_output_of_the_python_block_before_it(page):
+    before = ""
+    for block in pages.blocks(page):
+        assert block.language != "text" or before == "python", f"{block}: whose output is this?"
+        before = block.language
+
+
+def python_pages():
+    """Pages with Python, and whether it needs the host."""
+    for page in PAGES:
+        code = "".join(block.text for block in pages.blocks(page) if block.language == "python")
+        if code:
+            marks = [pytest.mark.host] if "omni_tiny" in code else []
+            yield pytest.param(page, id=page.name, marks=marks)
+
+
+@pytest.mark.parametrize("page", python_pages())
+def test_the_python_of_a_page_runs_and_says_what_the_page_says(page):
+    """A page's blocks share their names, in order; a script is run by the test of its command."""
+    names: dict[str, object] = {"__name__": "docs"}
+    said = ""
+    for block in pages.blocks(page):
+        if block.language == "python" and "__main__" not in block.text:
+            said = run_python(block, names)
+        elif block.language == "text":
+            assert said == block.text, f"{block}: the code says\n{said}"
+
+
+def run_python(block: Block, names: dict[str, object]) -> str:
+    output = io.StringIO()
+    names["print"] = functools.partial(print, file=output)  # not what the host logs meanwhile
+    exec(compile("\n" * block.line + block.text, str(block.page), "exec"), names)
+    return output.getvalue()
+
+
+def test_the_tables_of_models_show_the_figures_that_its_code_measured():
+    text = "".join(block.text for block in pages.blocks(MODELS) if block.language == "text")
+    measured = {line.split()[0]: line.split()[-1] for line in text.splitlines()}
+    rows = [*pages.table(MODELS, "field"), *pages.table(MODELS, "value")]
+    shown = {row[0].strip("`"): row[3] for row in rows}
+    assert len(shown) == 14
+    assert shown == {name: measured[name] for name in shown}
+    kinds = {line.split()[0]: line.split()[1] for line in text.splitlines() if len(line.split()) == 3}
+    for row in pages.table(MODELS, "field"):
+        is_object = kinds[row[0].strip("`")] == "LatentBuffer"
+        assert ("`LatentBuffer`" in row[1], "attribute" in row[1]) == (is_object, not is_object), row
+    (outside,) = pages.table(MODELS, "what", "where")
+    assert outside[3] == measured["outside"]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
+def test_every_command_is_known_and_right(block):
+    commands = shell.lines(block.text)
+    assert commands
+    for command in commands:
+        shell.check(command)
+
+
+def test_an_unknown_command_a_wrong_target_and_a_wrong_setting_are_caught():
+    for line in ("rm -rf /", "make coffee", f"export {ENV_FLAG}=maybe", "pip install vllm", "vllm serve x"):
+        with pytest.raises(AssertionError):
+            shell.check(line)
+
+
+@pytest.fixture(scope="module")
+def dreamzero(tmp_path_factory):
+    """A DreamZero's folder without weights: all that the host's configuration reads."""
+    from omni_tiny.checkpoint.dreamzero import _write_configs, _write_tokenizer
+
+    folder = tmp_path_factory.mktemp("dreamzero")
+    _write_configs(folder)
+    _write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cosmos3(tmp_path_factory):
+    from omni_tiny.checkpoint.cosmos3 import write_cosmos3
+
+    return write_cosmos3(tmp_path_factory.mktemp("cosmos3"))
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_the_flag_in_a_yaml_arrives_in_the_workers_configuration(block, dreamzero, cosmos3, tmp_path):
+    file = tmp_path / "deploy.yaml"
+    model = dreamzero if yaml.safe_load(block.text)["pipeline"] == "dreamzero" else cosmos3
+    file.write_text(block.text)
+    assert getattr(travel.worker_config(model, deploy_config=str(file)), FLAG) is True
+    without = "".join(line for line in block.text.splitlines(keepends=True) if FLAG not in line)
+    assert without != block.text
+    file.write_text(without)
+    assert getattr(travel.worker_config(model, deploy_config=str(file)), FLAG) is False
+
+
+ARRIVES, DROPPED, EFFECTLESS = "arrives", "**dropped without a word**", "**without effect**"
+ON = f"{FLAG}: true"
+STAGE_0 = {"0": {FLAG: True}}
+
+
+def travelled(way: str, model, folder, *, deploy: bool) -> str:
+    """Send the flag on its way; returns what the page calls what became of it."""
+    top, stage, written = "", "", {}
+    if way.startswith(f"`{ON}`"):
+        top, stage = (ON, "") if "at the top" in way else ("", ON)
+        if "`model_config`" in way:
+            stage = f"model_config: {{{FLAG}: true}}"
+    elif way.startswith("`vllm serve …"):
+        arguments = way.strip("`").removeprefix("vllm serve … ").replace("'", "").split(" ", 2)
+        try:
+            written = travel.serve_arguments([str(model), *arguments])
+        except travel.CommandRefusedError as refused:
+            return (
+                "refused: no such option"
+                if "unrecognized arguments: --enable" in str(refused)
+                else str(refused)
+            )
+        del written["model"]
+    elif found := re.fullmatch(r"`Omni\(model, (\w+)=(.+)\)`", way):
+        value = found[2].replace("True", "true")
+        written = {found[1]: json.loads(value)}
+    else:
+        raise AssertionError(f"no test knows the way {way}")
+    if deploy:
+        written["deploy_config"] = str(travel.write_yaml(folder, top=top, stage=stage))
+    try:
+        arrived = getattr(travel.worker_config(model, **written), FLAG)
+    except ValueError as error:
+        return "refused: unknown field" if "Unknown diffusion config field" in str(error) else str(error)
+    return ARRIVES if arrived else EFFECTLESS if "`model_config`" in way else DROPPED
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("row", pages.table(ENABLING, "way"), ids=lambda row: row[0])
+def test_the_flag_travels_as_the_page_says(row, dreamzero, cosmos3, tmp_path, monkeypatch):
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+    way, with_deploy, without = row
+    if "environment" in way:  # the worker process inherits it: test_the_ab_run_of_the_docs
+        assert (with_deploy, without) == (ARRIVES, ARRIVES)
+        return
+    if way == f"`OmniDiffusionConfig({FLAG}=True)`":
+        assert getattr(OmniDiffusionConfig(model=str(cosmos3), **{FLAG: True}), FLAG) is True
+        assert (with_deploy, without) == (ARRIVES, ARRIVES)
+        return
+    assert travelled(way, dreamzero, tmp_path, deploy=True) == with_deploy
+    if without:
+        assert travelled(way, cosmos3, tmp_path, deploy=False) == without
+    else:
+        assert "YAML" in way or "`model_config`" in way
+
+
+@pytest.mark.host
+def test_dreamzero_has_a_deploy_config_also_where_none_is_named(dreamzero):
+    config = travel.worker_config(dreamzero, stage_overrides=STAGE_0)
+    assert getattr(config, FLAG) is True
+    assert config.model_config["default_robot_embodiment"] == "roboarena"
+
+
+@pytest.mark.host
+def test_the_host_refuses_nonsense_in_a_yaml_in_the_words_of_the_page(dreamzero, tmp_path):
+    file = travel.write_yaml(tmp_path, stage=f"{FLAG}: maybe")
+    with pytest.raises(ValueError, match="Input should be a valid boolean"):
+        travel.worker_config(dreamzero, deploy_config=str(file))
+    assert "`Input should be a valid boolean`" in ENABLING.read_text()
+
+
+@pytest.mark.host
+def test_the_ab_run_of_the_docs(dreamzero_checkpoint, tmp_path):
+    """The script and the block of commands of the page, as they stand there, on a tiny model."""
+    from omni_tiny.omni_runs import write_deploy
+
+    (script,) = [block for block in pages.blocks(EQUALITY) if "__main__" in block.text]
+    (commands,) = [block for block in pages.blocks(EQUALITY) if "cmp off.txt" in block.text]
+    (tmp_path / "ab.py").write_text(script.text)
+    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint)
+    said = shell.run(
+        commands.text,
+        cwd=tmp_path,
+        MODEL=str(dreamzero_checkpoint),
+        DEPLOY=str(deploy),
+        VLLM_LOGGING_LEVEL="INFO",
+    )
+    assert said.endswith("equal to the bit\n")
+    (line,) = [name for name in pages.names(ENABLING) if name.startswith("session state manager")]
+    assert said.count(line) == 1, "only the second run is managed, and says so as the page does"
+    digests = (tmp_path / "on.txt").read_text().splitlines()
+    assert len(digests) == len(set(digests)) == 32
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page):
+    base = page.resolve().parent if page.name == "README.md" else DOCS
+    for target in pages.links(page):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = base / path if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in pages.anchors(file), f"{page.name}: {target}"
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_in_backticks_exists(page):
+    missing = {name: vocabulary.unknown(name) for name in pages.names(page) if vocabulary.unknown(name)}
+    assert missing == {}
+
+
+@pytest.mark.host
+def test_a_name_that_does_not_exist_is_caught():
+    for name in (
+        "LatentBufer",
+        "manager.pyx.py",
+        "evict_all()",
+        "vllm_omni_session_state.manager.Manager",
+        "tiers/",
+    ):
+        assert vocabulary.unknown(name), name

@@ -1,0 +1,104 @@
+"""The names that exist: in this project, in the parts of the host that the pages speak of, and in Python.
+
+A name in backticks that looks like code must be one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+from pages import PROJECT
+
+PACKAGE = PROJECT / "vllm_omni_session_state"
+HOST_FILES = (
+    "diffusion/data.py",
+    "diffusion/model_loader/diffusers_loader.py",
+    "diffusion/models/cosmos3/pipeline_cosmos3.py",
+    "diffusion/models/cosmos3/transformer_cosmos3.py",
+    "diffusion/models/dreamzero/pipeline_dreamzero.py",
+    "diffusion/models/dreamzero/state_dreamzero.py",
+    "entrypoints/cli/serve.py",
+    "entrypoints/omni.py",
+    "entrypoints/utils.py",
+    "experimental/ar_diffusion/runner.py",
+    "plugins/__init__.py",
+)
+OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", "OMP_NUM_THREADS", *dir(dict)})
+NONSENSE = frozenset({"maybe"})
+"""What a page shows as a value that is not understood."""
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_CODE_LIKE = re.compile(r"[A-Za-z_][\w.]*(\(.*\)|\[.*\])?")
+_PATH = re.compile(r"[\w./-]+\.(py|md|toml|yml|yaml|svg|txt)|[\w.-]+/")
+
+
+@functools.cache
+def ours() -> frozenset[str]:
+    """Every name that the package, its harness and its tests define or use, and the words of its settings."""
+    found: set[str] = set()
+    for path in (*PACKAGE.rglob("*.py"), *(PROJECT / "tests" / "harness").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found |= set(_of(node))
+    return frozenset(found)
+
+
+def _of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Constant):
+        is_name = isinstance(node.value, str) and _IDENTIFIER.fullmatch(node.value)
+        return [node.value] if is_name else []
+    found = (getattr(node, field, None) for field in ("name", "id", "attr", "arg"))
+    return [name for name in found if isinstance(name, str)]
+
+
+@functools.cache
+def hosts() -> frozenset[str]:
+    """Every identifier in the host's files that the pages speak of."""
+    spec = importlib.util.find_spec("vllm_omni")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    return frozenset(word for file in HOST_FILES for word in _IDENTIFIER.findall((root / file).read_text()))
+
+
+def unknown(name: str) -> str | None:
+    """What of a name in backticks does not exist, ``None`` where all of it does or it is no name."""
+    if _PATH.fullmatch(name):
+        places = (PROJECT, PACKAGE, PROJECT / "tests", PROJECT / "tests" / "harness")
+        return None if name in SCRIPTS or any((place / name).exists() for place in places) else name
+    if name.startswith("vllm_omni_session_state."):
+        return _unknown_dotted(name)
+    if not _CODE_LIKE.fullmatch(name):
+        return None
+    missing = [
+        word for word in _IDENTIFIER.findall(re.sub(r"\"[^\"]*\"|'[^']*'", "", name)) if not _known(word)
+    ]
+    return ", ".join(missing) or None
+
+
+SCRIPTS = frozenset({"ab.py"})
+"""Files that a page itself gives to its reader."""
+
+
+def _known(word: str) -> bool:
+    field = re.sub(r"^stage_\d+_", "", word)  # how the host spells a stage's field as a keyword argument
+    return any(field in known for known in (ours(), hosts(), OTHERS, NONSENSE)) or hasattr(builtins, field)
+
+
+def _unknown_dotted(name: str) -> str | None:
+    value: object = importlib.import_module("vllm_omni_session_state")
+    path = "vllm_omni_session_state"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if hasattr(value, "__path__") and importlib.util.find_spec(path) is not None:
+            value = importlib.import_module(path)
+        elif hasattr(value, part):
+            value = getattr(value, part)
+        else:
+            return name
+    return None
