@@ -20,7 +20,7 @@ from typing import Literal
 
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
-from vllm_omni_session_state.events import say_once
+from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
@@ -213,8 +213,14 @@ class SessionStateManager:
 
     def mark_lost(self, session_id: str | None, reason: Reason) -> None:
         """Say that a session was dropped although its client had not ended it; called after the drop."""
+        key = session_key(session_id)
         with self._table.lock:
-            self._table.losses.record(session_key(session_id), reason)
+            self._table.losses.record(key, reason)
+        LOGGER.warning(
+            "session %s is lost (%s): the host dropped it; its rollout starts over at its next step",
+            shown(key),
+            reason.value,
+        )
 
     def drop_all(self) -> int:
         """End every session; returns how many there were."""

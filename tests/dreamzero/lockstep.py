@@ -67,7 +67,7 @@ class Lockstep:
         for model in self.models:
             for key in list(model.runner._sessions):
                 model.close(key)
-            model.pipeline.state = model.pipeline._get_or_create_state("default")
+            model.pipeline.state = None
         return self
 
     def step(self, session: str, **how: Any) -> None:

@@ -59,7 +59,7 @@ def test_a_second_load_drops_the_first_ones_sessions_and_says_so(load_tiny, capl
         assert len(first) == 0
         assert session.attrs == {}
         said = [record.getMessage() for record in caplog.records]
-        assert [line for line in said if "2 sessions of the earlier load are dropped" in line]
+        assert [line for line in said if "1 sessions of the earlier load are dropped" in line]
 
 
 def test_another_models_load_drops_nobody(load_tiny):

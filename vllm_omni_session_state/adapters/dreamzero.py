@@ -294,4 +294,9 @@ def attach(pipeline: Pipeline, manager: SessionStateManager, patches: Patches) -
     patches.set(pipeline, "decode_accumulated_video_latents", adapter.decode)
     patches.set(pipeline, "clear_accumulated_video_latents", adapter.clear)
     patches.set(pipeline, "warmup_compile", adapter.warmup_compile)
-    patches.set(pipeline, "state", adapter.get_or_create_state(None))
+    # The host begins with a state for the default session. Of nobody here: an unused session in the table
+    # would one day be the oldest and go with a warning that a rollout was lost.
+    unused = view_of(
+        SessionState(session_key(None)), DreamZeroState, window=int(pipeline.num_frame_per_block)
+    )
+    patches.set(pipeline, "state", unused)
