@@ -323,13 +323,13 @@ def containers(draw, children: list[Node]) -> Node:
 
 def tie_knot(holder: Node, held: Node) -> None:
     """Put ``held`` into ``holder`` if it can still take something: so cycles come about."""
-    value = holder.value
+    value, name = holder.value, f"knot {len(holder.children)}"
     if type(value) is list:
         value.append(held.value)
     elif type(value) in {dict, collections.OrderedDict}:
-        value["knot"] = held.value
+        value[name] = held.value
     elif type(value) in {Record, TaggedArray, TaggedTensor, NotedBytes, torch.Tensor}:
-        value.knot = held.value
+        setattr(value, name, held.value)
     else:
         return
     holder.children.append(held)

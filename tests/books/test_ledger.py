@@ -7,9 +7,16 @@ from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from profiles import count, sized
 
+from vllm_omni_session_state import ledger as ledger_module
 from vllm_omni_session_state.ledger import Ledger, UnknownOwnerError
 from vllm_omni_session_state.regions import Region, union
 
@@ -105,8 +112,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.nbytes_by_device() == self.ledger.shared_nbytes_by_device() == {}
 
 
-TestLedger = LedgerMachine.TestCase
-TestLedger.settings = sized(2_000, stateful_step_count=30)
+@pytest.fixture(autouse=True, params=[512, 4], ids="chunks of {}".format)
+def chunk_size(request, monkeypatch):
+    """Also with chunks so small that a handful of regions fills several."""
+    monkeypatch.setattr(ledger_module, "_CHUNK", request.param)
+
+
+def test_the_books_balance_after_any_charges_and_releases():
+    run_state_machine_as_test(LedgerMachine, settings=sized(1_000, stateful_step_count=30))
 
 
 def test_a_byte_that_two_owners_reach_counts_once_and_leaves_with_the_last():
