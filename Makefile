@@ -20,7 +20,9 @@ HYGIENE := unset $${!OMNI_DIFFUSION_SESSION_STATE_MANAGER@}; \
 # Tests write checkpoints: into memory where there is such a place.
 SCRATCH := scratch=$$(mktemp -d -p "$$([ -w /dev/shm ] && echo /dev/shm || echo "$${TMPDIR:-/tmp}")" session-state-XXXXXX); \
 	trap 'rm -rf "$$scratch"' EXIT
-PYTEST := .venv/bin/python -m pytest -q --durations=10 --basetemp="$$scratch/tests"
+# Two at a time: a test of the host needs one core and about 2 GB.
+WORKERS ?= 2
+PYTEST := .venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 --basetemp="$$scratch/tests"
 
 help:
 	@echo 'vllm-omni-session-state: what you can do here'
