@@ -7,8 +7,10 @@ in silence: each piece of it becomes one complaint that names the value and what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 FLAG = "enable_session_state_manager"
 """The deploy config's field."""
@@ -16,8 +18,13 @@ FLAG = "enable_session_state_manager"
 ENV_FLAG = "OMNI_DIFFUSION_SESSION_STATE_MANAGER"
 ENV_MAX_SESSIONS = "OMNI_DIFFUSION_SESSION_STATE_MANAGER_MAX_SESSIONS"
 
+OPTIONS = "model_config.session_state"
+"""The mapping in a stage of the deploy config that holds every setting but the flag."""
+
 DEFAULT_MAX_SESSIONS = 64
 """Sessions kept; mirrors the cap of DreamZero's own session table."""
+
+_OPTION_NAMES = ("show_ids", "resume_s", "switch_ends")
 
 _WORDS = {
     "1": True,
@@ -38,10 +45,46 @@ class Settings:
     Attributes:
         enabled: Whether models get manager-backed session state.
         max_sessions: Sessions kept in the table, at least 1; beyond it the least recently used leaves.
+        show_ids: Whether logs and listings show session ids in the clear.
+        resume_s: Seconds for which a robot's session is kept after a disconnect, for a connection that
+            names its explicit id; 0 keeps none.
+        switch_ends: Whether a connection that goes on to another session has ended the earlier one.
     """
 
     enabled: bool = False
     max_sessions: int = DEFAULT_MAX_SESSIONS
+    show_ids: bool = False
+    resume_s: float = 0.0
+    switch_ends: bool = False
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind(Generic[T]):
+    """What one kind of setting may hold: in words, and how it is read; ``None`` is nonsense."""
+
+    wanted: str
+    read: Callable[[object], T | None]
+
+
+def _read_switch(value: object) -> bool | None:
+    return value if isinstance(value, bool) else _WORDS.get(str(value).strip().lower())
+
+
+def _read_seconds(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        seconds = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+_switch = _Kind("one of " + "/".join(_WORDS), _read_switch)
+_seconds = _Kind("a number of seconds, 0 or more", _read_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +107,34 @@ class Complaint:
         return f"{self.setting}={self.value!r} is not {self.wanted}; using {self.instead}"
 
 
-def resolve(flag: object, environ: Mapping[str, str]) -> tuple[Settings, tuple[Complaint, ...]]:
-    """Combine the deploy config's flag with the environment.
+def resolve(
+    flag: object, environ: Mapping[str, str], *, options: object = None
+) -> tuple[Settings, tuple[Complaint, ...]]:
+    """Combine the deploy config with the environment.
 
     Args:
         flag: The config field's value; ``None`` where the host has no such field.
         environ: The process environment.
+        options: The stage's ``model_config.session_state``; ``None`` where it has none.
 
     Returns:
         The settings in force and what was wrong on the way to them.
     """
     complaints: list[Complaint] = []
-    enabled = _flag(flag, environ, complaints)
-    max_sessions = _max_sessions(environ, complaints)
-    return Settings(enabled=enabled, max_sessions=max_sessions), tuple(complaints)
+    configured = _known(options, complaints)
+    settings = Settings(
+        enabled=_flag(flag, environ, complaints),
+        max_sessions=_max_sessions(environ, complaints),
+        show_ids=_option("show_ids", _switch, False, configured, environ, complaints),
+        resume_s=_option("resume_s", _seconds, 0.0, configured, environ, complaints),
+        switch_ends=_option("switch_ends", _switch, False, configured, environ, complaints),
+    )
+    return settings, tuple(complaints)
 
 
 def _flag(flag: object, environ: Mapping[str, str], complaints: list[Complaint]) -> bool:
-    words = "one of " + "/".join(_WORDS)
-    configured = False if flag is None else _parsed(flag)
+    words = _switch.wanted
+    configured = False if flag is None else _switch.read(flag)
     if configured is None:
         complaints.append(Complaint(FLAG, str(flag), words, "off"))
         configured = False
@@ -94,12 +146,6 @@ def _flag(flag: object, environ: Mapping[str, str], complaints: list[Complaint])
         complaints.append(Complaint(ENV_FLAG, text, words, f"the config's {'on' if configured else 'off'}"))
         return configured
     return override
-
-
-def _parsed(flag: object) -> bool | None:
-    if isinstance(flag, bool):
-        return flag
-    return _WORDS.get(str(flag).strip().lower())
 
 
 def _max_sessions(environ: Mapping[str, str], complaints: list[Complaint]) -> int:
@@ -114,3 +160,44 @@ def _max_sessions(environ: Mapping[str, str], complaints: list[Complaint]) -> in
         return count
     complaints.append(Complaint(ENV_MAX_SESSIONS, text, "a positive whole number", str(DEFAULT_MAX_SESSIONS)))
     return DEFAULT_MAX_SESSIONS
+
+
+def _known(options: object, complaints: list[Complaint]) -> Mapping[object, object]:
+    """The settings that the deploy config holds, without what nobody asked for."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        complaints.append(Complaint(OPTIONS, str(options), "a mapping of settings", "the defaults"))
+        return {}
+    unknown = [str(key) for key in options if key not in _OPTION_NAMES]
+    if unknown:
+        named = ", ".join(sorted(unknown))
+        complaints.append(Complaint(OPTIONS, named, f"any of {', '.join(_OPTION_NAMES)}", "the rest"))
+    return options
+
+
+def _option(
+    name: str,
+    kind: _Kind[T],
+    default: T,
+    configured: Mapping[object, object],
+    environ: Mapping[str, str],
+    complaints: list[Complaint],
+) -> T:
+    """One setting: the environment's where it is set and no nonsense, else the config's, else the default."""
+    value = default
+    written = configured.get(name)
+    if written is not None:
+        read = kind.read(written)
+        if read is None:
+            complaints.append(Complaint(f"{OPTIONS}.{name}", str(written), kind.wanted, str(default)))
+        else:
+            value = read
+    text = environ.get(f"{ENV_FLAG}_{name.upper()}", "").strip()
+    if text:
+        read = kind.read(text)
+        if read is None:
+            complaints.append(Complaint(f"{ENV_FLAG}_{name.upper()}", text, kind.wanted, str(value)))
+        else:
+            value = read
+    return value

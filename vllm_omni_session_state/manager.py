@@ -15,7 +15,7 @@ import threading
 from vllm_omni_session_state.config import DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.footprint import Footprint, footprint
-from vllm_omni_session_state.ids import session_key, shown
+from vllm_omni_session_state.ids import find, session_key, shown
 from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.order import RecencyOrder
 from vllm_omni_session_state.session import SessionState
@@ -114,6 +114,17 @@ class SessionStateManager:
         key = session_key(session_id)
         with self._lock:
             return self._table.get(key)
+
+    def find(self, name: str | None) -> str | None:
+        """The key of the session that ``name`` means, an id or one as it is shown, or ``None``."""
+        with self._lock:
+            keys = list(self._table)
+        return find(name, keys)
+
+    def keys(self) -> tuple[str, ...]:
+        """The key of every session, least recently used first."""
+        with self._lock:
+            return tuple(self._order)
 
     def listing(self) -> tuple[Entry, ...]:
         """Every session with every value, least recently used first; listing refreshes nobody."""

@@ -25,6 +25,7 @@ def write_deploy(
     *,
     flag: bool | None = None,
     num_inference_steps: int = 2,
+    model_config: dict[str, Any] | None = None,
 ) -> Path:
     """Write the deploy YAML of one tiny DreamZero stage.
 
@@ -33,6 +34,7 @@ def write_deploy(
         checkpoint: From `write_dreamzero`.
         flag: The stage's ``enable_session_state_manager``; ``None`` leaves the line out.
         num_inference_steps: Denoising steps per chunk.
+        model_config: More of the stage's free ``model_config``.
 
     Returns:
         The file.
@@ -50,6 +52,7 @@ def write_deploy(
         "model_config": {
             "num_inference_steps": num_inference_steps,
             "ar_diffusion_kv_config": {"gpu_memory_fraction": 1.0},
+            **(model_config or {}),
         },
     }
     if flag is not None:
