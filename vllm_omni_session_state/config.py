@@ -107,6 +107,12 @@ class Complaint:
         return f"{self.setting}={self.value!r} is not {self.wanted}; using {self.instead}"
 
 
+def options_of(stage: object) -> object:
+    """What a stage's configuration holds for this plugin beside the flag; ``None`` where that is nothing."""
+    model_config = getattr(stage, "model_config", None)
+    return model_config.get("session_state") if isinstance(model_config, Mapping) else None
+
+
 def resolve(
     flag: object, environ: Mapping[str, str], *, options: object = None
 ) -> tuple[Settings, tuple[Complaint, ...]]:
@@ -121,13 +127,13 @@ def resolve(
         The settings in force and what was wrong on the way to them.
     """
     complaints: list[Complaint] = []
-    configured = _known(options, complaints)
+    option = _Options(configured=_known(options, complaints), environ=environ, complaints=complaints)
     settings = Settings(
         enabled=_flag(flag, environ, complaints),
         max_sessions=_max_sessions(environ, complaints),
-        show_ids=_option("show_ids", _switch, False, configured, environ, complaints),
-        resume_s=_option("resume_s", _seconds, 0.0, configured, environ, complaints),
-        switch_ends=_option("switch_ends", _switch, False, configured, environ, complaints),
+        show_ids=option("show_ids", _switch, default=False),
+        resume_s=option("resume_s", _seconds, default=0.0),
+        switch_ends=option("switch_ends", _switch, default=False),
     )
     return settings, tuple(complaints)
 
@@ -176,28 +182,23 @@ def _known(options: object, complaints: list[Complaint]) -> Mapping[object, obje
     return options
 
 
-def _option(
-    name: str,
-    kind: _Kind[T],
-    default: T,
-    configured: Mapping[object, object],
-    environ: Mapping[str, str],
-    complaints: list[Complaint],
-) -> T:
-    """One setting: the environment's where it is set and no nonsense, else the config's, else the default."""
-    value = default
-    written = configured.get(name)
-    if written is not None:
-        read = kind.read(written)
-        if read is None:
-            complaints.append(Complaint(f"{OPTIONS}.{name}", str(written), kind.wanted, str(default)))
-        else:
-            value = read
-    text = environ.get(f"{ENV_FLAG}_{name.upper()}", "").strip()
-    if text:
-        read = kind.read(text)
-        if read is None:
-            complaints.append(Complaint(f"{ENV_FLAG}_{name.upper()}", text, kind.wanted, str(value)))
-        else:
-            value = read
-    return value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """Where the settings beside the flag are written, and what is wrong with them."""
+
+    configured: Mapping[object, object]
+    environ: Mapping[str, str]
+    complaints: list[Complaint]
+
+    def __call__(self, name: str, kind: _Kind[T], *, default: T) -> T:
+        """One setting: the environment's where that is set and no nonsense, else the config's."""
+        value = default
+        variable = f"{ENV_FLAG}_{name.upper()}"
+        text = self.environ.get(variable, "").strip() or None
+        for place, written in ((f"{OPTIONS}.{name}", self.configured.get(name)), (variable, text)):
+            read = None if written is None else kind.read(written)
+            if read is not None:
+                value = read
+            elif written is not None:
+                self.complaints.append(Complaint(place, str(written), kind.wanted, str(value)))
+        return value

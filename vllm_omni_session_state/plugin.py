@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Hook the host's model loader and API server. Idempotent; imports neither vLLM nor torch; never raises."""
+    """Hook the host's loader and API server. Idempotent; imports neither vLLM nor torch; never raises."""
     try:
         # Imported here: an import error must not escape.
         from vllm_omni_session_state import ids  # noqa: PLC0415

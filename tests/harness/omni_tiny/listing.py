@@ -27,8 +27,9 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
 
     Returns:
         ``pid`` of the worker; ``manager``, the class of the manager by dotted name, or ``None``; ``kv``,
-        the runner's sessions and the blocks of its pool, where it has one; and ``sessions``, one mapping each with ``session``, ``nbytes`` by device and ``values``. Without the
-        plugin's manager nothing counts bytes, and there is only ``session``.
+        the runner's sessions and the blocks of its pool, where it has one; and ``sessions``, one mapping
+        each with ``session``, ``nbytes`` by device and ``values``. Without the plugin's manager nothing
+        counts bytes, and there is only ``session``.
     """
     pipeline = worker.model_runner.pipeline
     manager = pipeline._memory_manager
