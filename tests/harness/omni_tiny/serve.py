@@ -41,7 +41,7 @@ POLICY = {
 }
 """What the server tells a robot that connects; without it there is no robot websocket."""
 
-START_S = 240.0
+START_S = 600.0
 """A server that is not healthy after so long is given up; it takes half a minute on an idle machine."""
 
 
