@@ -64,6 +64,7 @@ class Server:
 
     Attributes:
         port: On the loopback interface.
+        idle_timeout_s: As given.
         log: The server's output.
     """
 
@@ -80,6 +81,7 @@ class Server:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.port = _free_port()
+        self.idle_timeout_s = idle_timeout_s
         self.log = folder / "server.log"
         more: dict[str, Any] = {"policy_server_config": POLICY}
         if session_state is not None:
