@@ -404,7 +404,7 @@ def test_an_error_of_the_servers_start_comes_through_untouched(caplog):
 
     module = server_module(omni_init_app_state)
     serving.wrap(module)
-    with pytest.raises(MemoryError, match="^no$"):
+    with pytest.raises(MemoryError, match="no"):
         asyncio.run(module.omni_init_app_state(None, None, None))
     assert not caplog.records
 

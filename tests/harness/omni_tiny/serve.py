@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from numpy.random import Generator
     from typing_extensions import Self
 
 POLICY = {
@@ -212,34 +211,46 @@ class Robot:
     """
 
     def __init__(self, port: int, session: str | None = None, *, seed: int = 0) -> None:
-        from websockets.sync.client import connect
-
         self.session = session
+        self._port = port
         self._rng = np.random.default_rng(seed)
         self._steps = 0
+        self.connect()
+
+    def connect(self) -> None:
+        """Open a new connection, on which the robot goes on with what it sees; the old one is just let be."""
+        from websockets.sync.client import connect
+
         self._socket = connect(
-            f"ws://127.0.0.1:{port}/v1/realtime/robot/openpi", max_size=None, compression=None
+            f"ws://127.0.0.1:{self._port}/v1/realtime/robot/openpi", max_size=None, compression=None
         )
+        self._sockets = [*getattr(self, "_sockets", ()), self._socket]
         self.config = self.receive()
 
-    def send_step(self, session: str | None = None, *, rng: Generator | None = None) -> None:
-        """Send one observation, of this robot's session or of another, and wait for nothing."""
+    def send_step(self, session: str | None = None, *, inference_steps: int | None = None) -> None:
+        """Send one observation and wait for nothing.
+
+        Args:
+            session: Another session than the robot's own.
+            inference_steps: Denoising steps; many make the step last.
+        """
         session = session or self.session
-        seen = robot.observation(
-            rng or self._rng, session=session or "", prompt=PROMPT, frames=4 if self._steps else 1
-        )
+        frames = 4 if self._steps else 1
+        seen = robot.observation(self._rng, session=session or "", prompt=PROMPT, frames=frames)
         if session is None:
             del seen["session_id"]
+        if inference_steps is not None:
+            seen["sampling_params"] = {"num_inference_steps": inference_steps}
         self._steps += 1
         self.send(seen)
 
-    def step(self, session: str | None = None, *, rng: Generator | None = None) -> np.ndarray:
+    def step(self, session: str | None = None) -> np.ndarray:
         """Take one step and return its actions.
 
         Raises:
             RuntimeError: The server answered with an error.
         """
-        self.send_step(session, rng=rng)
+        self.send_step(session)
         return self.receive()
 
     def reset(self) -> None:
@@ -267,8 +278,9 @@ class Robot:
         return message
 
     def hang_up(self) -> None:
-        """Close the connection as the protocol asks for."""
-        self._socket.close()
+        """Close the robot's connections as the protocol asks for."""
+        for each in self._sockets:
+            each.close()
 
     def vanish(self) -> None:
         """Break the connection without a word, as a robot does that loses power or its network."""
@@ -306,11 +318,15 @@ class Rollout:
         body = {"model": "dreamzero", "mode": "world_model_env"}
         self.session = self._post("", body)["session_id"]
 
-    def step(self, *, in_context: bool = True) -> Any:
-        """Take one step, in the session's context or, as the endpoint allows, outside of it."""
+    def step(self, *, in_context: bool = True) -> tuple[int, Any]:
+        """Take one step, in the session's context or, as the endpoint allows, outside of it.
+
+        Returns:
+            The HTTP status and the answer.
+        """
         seen = robot.observation(self._rng, session="", prompt=PROMPT, frames=4 if self._next else 1)
         images = {name: seen[name].tolist() for name in seen if "image" in name}
-        return self._server.http(
+        status, answer = self._server.http(
             "POST",
             f"/v1/realtime/sessions/{self.session}/step",
             {
@@ -323,6 +339,8 @@ class Rollout:
                 "use_session_context": in_context,
             },
         )
+        self._next += in_context and status == 200
+        return status, answer
 
     def reset(self) -> None:
         """Start over."""
