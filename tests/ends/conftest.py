@@ -2,6 +2,9 @@
 
 import pytest
 
+SILENCE_S = 3.0
+"""A robot that says nothing for so long is hung up on; slow steps on a busy machine must fit in it."""
+
 
 @pytest.fixture(scope="session")
 def serve(dreamzero_checkpoint, tmp_path_factory):
@@ -22,6 +25,6 @@ def serve(dreamzero_checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(serve):
-    """With the flag on and nothing else set; a silent robot is hung up on after a second."""
-    with serve(idle_timeout_s=1.0) as server:
+    """With the flag on and nothing else set; a silent robot is hung up on soon."""
+    with serve(idle_timeout_s=SILENCE_S) as server:
         yield server

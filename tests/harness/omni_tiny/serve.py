@@ -24,6 +24,7 @@ from omni_tiny import robot
 from omni_tiny.capacity import FREE_BYTES_VARIABLE, free_bytes
 from omni_tiny.inproc import PROMPT
 from omni_tiny.omni_runs import write_deploy
+from omni_tiny.tiny import LASTS_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -99,6 +100,7 @@ class Server:
             **os.environ,
             FREE_BYTES_VARIABLE: str(free_bytes(capacity)),
             "OMP_NUM_THREADS": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_SERVER_DEV_MODE": "1",  # brings /collective_rpc
             **(environ or {}),
         }
@@ -227,20 +229,20 @@ class Robot:
         self._sockets = [*getattr(self, "_sockets", ()), self._socket]
         self.config = self.receive()
 
-    def send_step(self, session: str | None = None, *, inference_steps: int | None = None) -> None:
+    def send_step(self, session: str | None = None, *, lasts_s: float = 0.0) -> None:
         """Send one observation and wait for nothing.
 
         Args:
             session: Another session than the robot's own.
-            inference_steps: Denoising steps; many make the step last.
+            lasts_s: Seconds that the step lasts at least.
         """
         session = session or self.session
         frames = 4 if self._steps else 1
         seen = robot.observation(self._rng, session=session or "", prompt=PROMPT, frames=frames)
         if session is None:
             del seen["session_id"]
-        if inference_steps is not None:
-            seen["sampling_params"] = {"num_inference_steps": inference_steps}
+        if lasts_s:
+            seen[LASTS_S] = lasts_s
         self._steps += 1
         self.send(seen)
 

@@ -27,8 +27,8 @@ PLUGINS = "omni_tiny,omni_tiny_cpu"
 
 STEPS = 3
 
-LONG_STEP = 30
-"""Denoising steps of a step that is still running when the next thing happens."""
+LONG_S = 1.0
+"""Seconds of a step that is still running when the next thing happens."""
 
 
 def some_id() -> str:
@@ -75,7 +75,8 @@ def vanishes(server: Server) -> int:
     robot = server.robot(some_id())
     for _ in range(STEPS - 1):
         robot.step()
-    robot.send_step(inference_steps=LONG_STEP)
+    robot.send_step(lasts_s=LONG_S)
+    time.sleep(LONG_S / 2)
     robot.vanish()
     return 1
 
