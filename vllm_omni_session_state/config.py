@@ -7,8 +7,12 @@ in silence: each piece of it becomes one complaint that names the value and what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from vllm_omni_session_state.sizes import SIZE_WORDS, Size, read_size
 
 FLAG = "enable_session_state_manager"
 """The deploy config's field."""
@@ -16,11 +20,23 @@ FLAG = "enable_session_state_manager"
 ENV_FLAG = "OMNI_DIFFUSION_SESSION_STATE_MANAGER"
 ENV_MAX_SESSIONS = "OMNI_DIFFUSION_SESSION_STATE_MANAGER_MAX_SESSIONS"
 
+OPTIONS = "model_config.session_state"
+"""The mapping in a stage of the deploy config that holds every setting but the flag."""
+
 DEFAULT_MAX_SESSIONS = 64
 """Sessions kept; mirrors the cap of DreamZero's own session table."""
 
 DEFAULT_MAX_PARKED = 4096
 """Sessions parked at once."""
+_OPTION_NAMES = (
+    "device_budget",
+    "host_budget",
+    "max_parked",
+    "on_lost",
+    "show_ids",
+    "resume_s",
+    "switch_ends",
+)
 
 _WORDS = {
     "1": True,
@@ -41,10 +57,70 @@ class Settings:
     Attributes:
         enabled: Whether models get manager-backed session state.
         max_sessions: Sessions kept in the table, at least 1; beyond it the least recently used leaves.
+        device_budget: What idle sessions may hold on the device; ``None``: any.
+        host_budget: What sessions may hold in host memory, live and parked; ``None``: nothing is parked.
+        max_parked: Sessions parked at once.
+        on_lost: ``"warn"``, or ``"error"``: refuse a new session rather than lose another.
+        show_ids: Whether logs and listings show session ids in the clear.
+        resume_s: Seconds for which a robot's session is kept after a disconnect, for a connection that
+            names its explicit id; 0 keeps none.
+        switch_ends: Whether a connection that goes on to another session has ended the earlier one.
     """
 
     enabled: bool = False
     max_sessions: int = DEFAULT_MAX_SESSIONS
+    device_budget: Size | None = None
+    host_budget: Size | None = None
+    max_parked: int = DEFAULT_MAX_PARKED
+    on_lost: Literal["warn", "error"] = "warn"
+    show_ids: bool = False
+    resume_s: float = 0.0
+    switch_ends: bool = False
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind(Generic[T]):
+    """What one kind of setting may hold: in words, and how it is read; ``None`` is nonsense."""
+
+    wanted: str
+    read: Callable[[object], T | None]
+
+
+def _read_switch(value: object) -> bool | None:
+    return value if isinstance(value, bool) else _WORDS.get(str(value).strip().lower())
+
+
+def _read_seconds(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        seconds = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+def _read_count(value: object) -> int | None:
+    try:
+        count = int(str(value)) if isinstance(value, int | str) and not isinstance(value, bool) else 0
+    except ValueError:
+        return None
+    return count if count > 0 else None
+
+
+def _read_on_lost(value: object) -> Literal["warn", "error"] | None:
+    words: dict[str, Literal["warn", "error"]] = {"warn": "warn", "error": "error"}
+    return words.get(str(value).strip().lower())
+
+
+_size: _Kind[Size | None] = _Kind(SIZE_WORDS, read_size)
+_count = _Kind("a positive whole number", _read_count)
+_on_lost: _Kind[Literal["warn", "error"]] = _Kind("warn or error", _read_on_lost)
+_switch = _Kind("one of " + "/".join(_WORDS), _read_switch)
+_seconds = _Kind("a number of seconds, 0 or more", _read_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +143,44 @@ class Complaint:
         return f"{self.setting}={self.value!r} is not {self.wanted}; using {self.instead}"
 
 
-def resolve(flag: object, environ: Mapping[str, str]) -> tuple[Settings, tuple[Complaint, ...]]:
-    """Combine the deploy config's flag with the environment.
+def options_of(stage: object) -> object:
+    """What a stage's configuration holds for this plugin beside the flag; ``None`` where that is nothing."""
+    model_config = getattr(stage, "model_config", None)
+    return model_config.get("session_state") if isinstance(model_config, Mapping) else None
+
+
+def resolve(
+    flag: object, environ: Mapping[str, str], *, options: object = None
+) -> tuple[Settings, tuple[Complaint, ...]]:
+    """Combine the deploy config with the environment.
 
     Args:
         flag: The config field's value; ``None`` where the host has no such field.
         environ: The process environment.
+        options: The stage's ``model_config.session_state``; ``None`` where it has none.
 
     Returns:
         The settings in force and what was wrong on the way to them.
     """
     complaints: list[Complaint] = []
-    enabled = _flag(flag, environ, complaints)
-    max_sessions = _max_sessions(environ, complaints)
-    return Settings(enabled=enabled, max_sessions=max_sessions), tuple(complaints)
+    option = _Options(configured=_known(options, complaints), environ=environ, complaints=complaints)
+    settings = Settings(
+        enabled=_flag(flag, environ, complaints),
+        max_sessions=_max_sessions(environ, complaints),
+        device_budget=option("device_budget", _size, default=None),
+        host_budget=option("host_budget", _size, default=None),
+        max_parked=option("max_parked", _count, default=DEFAULT_MAX_PARKED),
+        on_lost=option("on_lost", _on_lost, default="warn"),
+        show_ids=option("show_ids", _switch, default=False),
+        resume_s=option("resume_s", _seconds, default=0.0),
+        switch_ends=option("switch_ends", _switch, default=False),
+    )
+    return settings, tuple(complaints)
 
 
 def _flag(flag: object, environ: Mapping[str, str], complaints: list[Complaint]) -> bool:
-    words = "one of " + "/".join(_WORDS)
-    configured = False if flag is None else _parsed(flag)
+    words = _switch.wanted
+    configured = False if flag is None else _switch.read(flag)
     if configured is None:
         complaints.append(Complaint(FLAG, str(flag), words, "off"))
         configured = False
@@ -99,21 +194,48 @@ def _flag(flag: object, environ: Mapping[str, str], complaints: list[Complaint])
     return override
 
 
-def _parsed(flag: object) -> bool | None:
-    if isinstance(flag, bool):
-        return flag
-    return _WORDS.get(str(flag).strip().lower())
-
-
 def _max_sessions(environ: Mapping[str, str], complaints: list[Complaint]) -> int:
     text = environ.get(ENV_MAX_SESSIONS, "").strip()
     if not text:
         return DEFAULT_MAX_SESSIONS
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count > 0:
-        return count
-    complaints.append(Complaint(ENV_MAX_SESSIONS, text, "a positive whole number", str(DEFAULT_MAX_SESSIONS)))
-    return DEFAULT_MAX_SESSIONS
+    count = _count.read(text)
+    if count is None:
+        complaints.append(Complaint(ENV_MAX_SESSIONS, text, _count.wanted, str(DEFAULT_MAX_SESSIONS)))
+    return count or DEFAULT_MAX_SESSIONS
+
+
+def _known(options: object, complaints: list[Complaint]) -> Mapping[object, object]:
+    """The settings that the deploy config holds, without what nobody asked for."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        complaints.append(Complaint(OPTIONS, str(options), "a mapping of settings", "the defaults"))
+        return {}
+    unknown = [str(key) for key in options if key not in _OPTION_NAMES]
+    if unknown:
+        named = ", ".join(sorted(unknown))
+        complaints.append(Complaint(OPTIONS, named, f"any of {', '.join(_OPTION_NAMES)}", "the rest"))
+    return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """Where the settings beside the flag are written, and what is wrong with them."""
+
+    configured: Mapping[object, object]
+    environ: Mapping[str, str]
+    complaints: list[Complaint]
+
+    def __call__(self, name: str, kind: _Kind[T], *, default: T) -> T:
+        """One setting: the environment's where that is set and no nonsense, else the config's."""
+        value = default
+        variable = f"{ENV_FLAG}_{name.upper()}"
+        text = self.environ.get(variable, "").strip() or None
+        for place, written in ((f"{OPTIONS}.{name}", self.configured.get(name)), (variable, text)):
+            read = None if written is None else kind.read(written)
+            if read is not None:
+                value = read
+            elif written is not None:
+                instead = "none" if value is None else str(value)
+                self.complaints.append(Complaint(place, str(written), kind.wanted, instead))
+        return value

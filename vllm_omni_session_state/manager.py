@@ -22,7 +22,7 @@ from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSI
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.ids import session_key, shown
+from vllm_omni_session_state.ids import find, session_key, shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.losses import Reason
@@ -235,14 +235,24 @@ class SessionStateManager:
             seat = self._table.seats.get(key)
             return None if seat is None else seat.session
 
-    def listing(self) -> tuple[Entry, ...]:
-        """Every session with every value: parked ones, then idle ones by last use, then those in use."""
+    def find(self, name: str | None) -> str | None:
+        """The key of the session that ``name`` means, an id or one as it is shown, or ``None``."""
+        with self._table.lock:
+            keys = list(self._table.seats)
+        return find(name, keys)
+
+    def keys(self) -> tuple[str, ...]:
+        """The key of every session: parked ones, then idle ones by last use, then those in use."""
         with self._table.lock:
             seats = self._table.seats
-            parked = [seat.session for seat in seats.values() if seat.parked is not None]
-            idle = [seats[key].session for key in self._table.order]
-            used = [seat.session for seat in seats.values() if not seat.idle and seat.parked is None]
-        return tuple(entry_of(session, self.declaration) for session in (*parked, *idle, *used))
+            parked = [key for key, seat in seats.items() if seat.parked is not None]
+            used = [key for key, seat in seats.items() if not seat.idle and seat.parked is None]
+            return (*parked, *self._table.order, *used)
+
+    def listing(self) -> tuple[Entry, ...]:
+        """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
+        sessions = map(self.peek, self.keys())
+        return tuple(entry_of(session, self.declaration) for session in sessions if session is not None)
 
     def stats(self) -> dict[str, int]:
         """Counters, and bytes as of each session's last settlement.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Hook the host's model loader. Idempotent; imports neither vLLM nor torch; never raises."""
+    """Hook the host's loader and API server. Idempotent; imports neither vLLM nor torch; never raises."""
     try:
-        from vllm_omni_session_state.omni.loader import install  # noqa: PLC0415 - an import error must not escape
+        # Imported here: an import error must not escape.
+        from vllm_omni_session_state import ids  # noqa: PLC0415
+        from vllm_omni_session_state.omni import loader, serving  # noqa: PLC0415
 
-        install()
+        ids.export_key()  # whatever the flag says: the workers inherit it, and no config is read yet
+        loader.install()
+        serving.install()
     except Exception as error:  # noqa: BLE001 - raising here would end the host's process
         import logging  # noqa: PLC0415
 

@@ -41,11 +41,16 @@ def test_registering_before_the_host_is_imported_hooks_it_when_it_is():
         "print(hasattr(load, '__session_state_wrapper__'), hasattr(load.__wrapped__, '__wrapped__'))\n"
         "print(type(module.__spec__.loader).__name__, type(module.__loader__).__name__)\n"
         "register(); print(module.DiffusersPipelineLoader.load_model is load)\n"
-        "print([f for f in sys.meta_path if type(f).__module__.startswith('vllm_omni_session')])\n"
+        "print([f.awaited for f in sys.meta_path if type(f).__module__.startswith('vllm_omni_session')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-4:] == ["True False", "SourceFileLoader SourceFileLoader", "True", "[]"]
+    assert done.stdout.splitlines()[-4:] == [
+        "True False",
+        "SourceFileLoader SourceFileLoader",
+        "True",
+        f"[{seams.SERVER_MODULE!r}]",  # this process is no API server
+    ]
 
 
 def test_a_second_load_drops_the_first_ones_sessions_and_says_so(load_tiny, caplog):

@@ -17,7 +17,7 @@ ROWS = (
     ("pack", "transfer", "tiers", "parking", "lease"),
     ("contract", "objects", "session", "listing"),
     ("footprint", "release", "ledger", "accounts", "order"),
-    ("errors", "events", "config", "regions", "ids", "losses"),
+    ("errors", "events", "sizes", "config", "regions", "ids", "losses"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
 FILES = sorted(ROOT.rglob("*.py"))

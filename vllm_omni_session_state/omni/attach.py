@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from vllm_omni_session_state import config
 from vllm_omni_session_state.adapters import ADAPTERS
 from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.ids import show_in_the_clear
 
 _NO_FIELD = object()
 
@@ -62,7 +63,9 @@ def _attach(pipeline: object, od_config: object) -> None:
             config.FLAG,
             config.ENV_FLAG,
         )
-    settings, complaints = config.resolve(None if flag is _NO_FIELD else flag, os.environ)
+    settings, complaints = config.resolve(
+        None if flag is _NO_FIELD else flag, os.environ, options=config.options_of(od_config)
+    )
     for complaint in complaints:
         say_once(logging.WARNING, ("complaint", complaint.setting, complaint.value), "%s", complaint)
     if not settings.enabled:
@@ -79,25 +82,36 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
     from vllm_omni_session_state.adapters.patches import Patches  # noqa: PLC0415
     from vllm_omni_session_state.manager import SessionStateManager  # noqa: PLC0415
-    from vllm_omni_session_state.omni import runner, seams  # noqa: PLC0415
+    from vllm_omni_session_state.omni import budgets, rpc, runner, seams  # noqa: PLC0415
+    from vllm_omni_session_state.tiers.host import HostTier  # noqa: PLC0415
 
     owner = next(base for base in type(pipeline).__mro__ if _dotted(base) == known)
     seams.check(owner, seams.PIPELINE_SEAMS[known])
     if known in seams.RUNNER_PIPELINES:
         runner.hook_runner()
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
-    manager = SessionStateManager(max_sessions=settings.max_sessions)
+    bounds = budgets.bounds_of(settings)
+    manager = SessionStateManager(
+        max_sessions=settings.max_sessions,
+        device_budget=bounds.device,
+        tier=None if bounds.host is None else HostTier(budget=bounds.host),
+        max_parked=settings.max_parked,
+        on_lost=settings.on_lost,
+    )
     patches = Patches()
     try:
         adapter.attach(pipeline, manager, patches)
+        rpc.install()
     except BaseException:
         patches.undo()
         raise
+    show_in_the_clear(settings.show_ids)
     _loads.append(_Load(od_config, weakref.ref(manager)))
     LOGGER.info(
-        "session state manager (experimental) is on for %s: %d sessions are kept",
+        "session state manager (experimental) is on for %s: %d sessions are kept, %s",
         type(pipeline).__qualname__,
         settings.max_sessions,
+        bounds,
     )
 
 

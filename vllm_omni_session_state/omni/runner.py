@@ -29,14 +29,14 @@ def hook_runner() -> None:
     """
     from vllm_omni.experimental.ar_diffusion.runner import ARDiffusionModelRunner  # noqa: PLC0415
 
-    if hasattr(ARDiffusionModelRunner._get_or_create_session, _MARK):  # noqa: SLF001 - the seam
+    if hasattr(ARDiffusionModelRunner._get_or_create_session, _MARK):
         return
     seams.check(ARDiffusionModelRunner, seams.RUNNER_SEAMS)
     _wrap(ARDiffusionModelRunner)
 
 
 def _wrap(runner: Any) -> None:
-    find, release = runner._get_or_create_session, runner._release_session  # noqa: SLF001 - the seams
+    find, release = runner._get_or_create_session, runner._release_session
 
     @functools.wraps(find)
     def _get_or_create_session(self: Any, session_id: str) -> Any:
@@ -56,8 +56,8 @@ def _wrap(runner: Any) -> None:
                 manager.mark_lost(session_id, lost)
 
     setattr(_get_or_create_session, _MARK, True)
-    runner._get_or_create_session = _get_or_create_session  # noqa: SLF001
-    runner._release_session = _release_session  # noqa: SLF001
+    runner._get_or_create_session = _get_or_create_session
+    runner._release_session = _release_session
 
 
 def _manager_of(runner: Any) -> SessionStateManager | None:

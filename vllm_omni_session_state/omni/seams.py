@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 
 from vllm_omni_session_state.errors import SeamMismatchError
 
@@ -69,6 +70,26 @@ RUNNER_SEAMS = (
 
 RUNNER_PIPELINES = frozenset({_DREAMZERO})
 """Pipelines that this runner serves."""
+WORKER_MODULE = "vllm_omni.diffusion.worker.diffusion_worker"
+WORKER_SEAMS = (Seam("_all_gather_rank_values", "(value)"),)
+"""Functions of the module of the host's diffusion worker. Its class only gets new methods."""
+
+SERVER_MODULE = "vllm_omni.entrypoints.openai.api_server"
+SERVER_FUNCTION = Seam("omni_init_app_state", "(engine_client, state, args)")
+"""Called once in each API server process, as soon as the engine and its stages are there."""
+
+SERVING_SEAMS: dict[str, tuple[Seam, ...]] = {
+    "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection": (Seam("handle_connection", "(self)"),),
+    "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI": (
+        Seam("drop_session", "(self, session_id)"),
+        Seam("infer", "(self, obs, *, session_id, reset)"),
+        Seam("reset", "(self, obs)"),
+    ),
+    "vllm_omni.entrypoints.openai.serving_rl_rollout.ServingRLRollout": (
+        Seam("_infer_world_model", "(self, obs, *, session_id, reset)"),
+    ),
+}
+"""By the dotted name of a serving class of the API server."""
 
 
 def signature_of(function: object) -> str:
@@ -88,18 +109,19 @@ def signature_of(function: object) -> str:
     return f"({', '.join(parts)})"
 
 
-def check(owner: type, seams: Iterable[Seam]) -> None:
-    """Compare a host class with what the plugin expects of it.
+def check(owner: type | ModuleType, seams: Iterable[Seam]) -> None:
+    """Compare a class or a module of the host with what the plugin expects of it.
 
     Args:
-        owner: The host's class.
+        owner: The host's class or module.
         seams: Its seams.
 
     Raises:
         SeamMismatchError: For the first seam that is missing or has another signature.
     """
+    name = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
     for seam in seams:
-        place = f"{owner.__module__}.{owner.__qualname__}.{seam.name}"
+        place = f"{name}.{seam.name}"
         function = getattr(owner, seam.name, None)
         if function is None:
             raise SeamMismatchError(place, expected=seam.signature, found="nothing of that name")

@@ -26,13 +26,14 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
         names: Session ids to be shown in the clear; a listing shows the hash of any other.
 
     Returns:
-        ``pid`` of the worker; ``manager``, the class of the manager by dotted name, or ``None``; and
-        ``sessions``, one mapping each with ``session``, ``nbytes`` by device and ``values``. Without the
-        plugin's manager nothing counts bytes, and there is only ``session``.
+        ``pid`` of the worker; ``manager``, the class of the manager by dotted name, or ``None``; ``kv``,
+        the runner's sessions and the blocks of its pool, where it has one; and ``sessions``, one mapping
+        each with ``session``, ``nbytes`` by device and ``values``. Without the plugin's manager nothing
+        counts bytes, and there is only ``session``.
     """
     pipeline = worker.model_runner.pipeline
     manager = pipeline._memory_manager
-    said: dict[str, Any] = {"pid": os.getpid(), "manager": None}
+    said: dict[str, Any] = {"pid": os.getpid(), "manager": None, "kv": _kv(worker.model_runner)}
     if manager is None:
         return {**said, "sessions": [{"session": name} for name in pipeline._states]}
     said["manager"] = f"{type(manager).__module__}.{type(manager).__qualname__}"
@@ -53,3 +54,16 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
         for entry in manager.listing()
     ]
     return {**said, "sessions": sessions}
+
+
+def _kv(runner: Any) -> dict[str, int]:
+    cache = getattr(runner, "kv_cache", None)
+    if cache is None:
+        return {}
+    pool = cache.manager.block_pool
+    # One block of the pool is the null block, which is nobody's.
+    return {
+        "sessions": len(runner._sessions),
+        "free": pool.get_num_free_blocks(),
+        "blocks": pool.num_gpu_blocks - 1,
+    }

@@ -25,6 +25,8 @@ def write_deploy(
     *,
     flag: bool | None = None,
     num_inference_steps: int = 2,
+    model_config: dict[str, Any] | None = None,
+    cfg_parallel_size: int = 1,
 ) -> Path:
     """Write the deploy YAML of one tiny DreamZero stage.
 
@@ -33,6 +35,8 @@ def write_deploy(
         checkpoint: From `write_dreamzero`.
         flag: The stage's ``enable_session_state_manager``; ``None`` leaves the line out.
         num_inference_steps: Denoising steps per chunk.
+        model_config: More of the stage's free ``model_config``.
+        cfg_parallel_size: Worker processes that share the branches of guidance.
 
     Returns:
         The file.
@@ -41,7 +45,7 @@ def write_deploy(
 
     stage: dict[str, Any] = {
         "stage_id": 0,
-        "devices": "0",
+        "devices": ",".join(map(str, range(cfg_parallel_size))),
         "max_num_seqs": 1,
         "enforce_eager": True,
         "model_class_name": "DreamZeroPipeline",
@@ -50,8 +54,11 @@ def write_deploy(
         "model_config": {
             "num_inference_steps": num_inference_steps,
             "ar_diffusion_kv_config": {"gpu_memory_fraction": 1.0},
+            **(model_config or {}),
         },
     }
+    if cfg_parallel_size > 1:
+        stage["parallel_config"] = {"tensor_parallel_size": 1, "cfg_parallel_size": cfg_parallel_size}
     if flag is not None:
         stage["enable_session_state_manager"] = flag
     deploy = {

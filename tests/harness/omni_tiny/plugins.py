@@ -17,5 +17,6 @@ def general() -> None:
     from omni_tiny import listing, tiny
 
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.shrink_dreamzero)
+    after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.let_steps_last)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", tiny.pack_outputs_without_stream)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", listing.add_listing)

@@ -1,10 +1,13 @@
 """What the host hard-codes, made small by module globals, and the one thing its worker cannot do on a CPU.
 
-The sizes that stand in a checkpoint's own configuration are not here but in `checkpoint`.
+And steps that last, for a test in which something happens meanwhile. The sizes that stand in a checkpoint's
+own configuration are not here but in `checkpoint`.
 """
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +21,9 @@ VIEW_SIZE = (16, 32)
 
 MODEL_OWNED_BYTES = 2 << 20
 """What the runner sets aside per session for state outside its KV pool."""
+
+LASTS_S = "omni_tiny/lasts_s"
+"""Key of an observation: for how many seconds its step lasts at least. A tiny step is over too soon."""
 
 _TEXT: dict[str, int] = {
     "d_model": TEXT_DIM,
@@ -42,6 +48,21 @@ def shrink_dreamzero(pipeline_dreamzero: ModuleType) -> None:
     pipeline_dreamzero.DREAMZERO_MODEL_OWNED_STATE_BYTES_PER_SESSION = MODEL_OWNED_BYTES
     image_encoder.DreamZeroVisionTransformer = lambda **kwargs: vision_transformer(**{**kwargs, **_IMAGE})
     droid.DroidTransform._VIDEO_RESIZE_HW = VIEW_SIZE
+
+
+def let_steps_last(pipeline_dreamzero: ModuleType) -> None:
+    """Have a step whose observation asks for it last, inside of the forward."""
+    pipeline = pipeline_dreamzero.DreamZeroPipeline
+    host = pipeline.forward
+
+    @functools.wraps(host)
+    def forward(self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        output = host(self, req, *args, **kwargs)
+        seen = (req.sampling_params.extra_args or {}).get("robot_obs") or {}
+        time.sleep(seen.get(LASTS_S, 0.0))
+        return output
+
+    pipeline.forward = forward
 
 
 def pack_outputs_without_stream(diffusion_worker: ModuleType) -> None:

@@ -1,0 +1,247 @@
+"""What a worker answers by name: on the host's own worker, in one rank and in two."""
+
+import json
+
+import numpy as np
+import pytest
+
+from vllm_omni_session_state.ids import DEFAULT, hashed, show_in_the_clear
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(scope="module")
+def model(dreamzero_checkpoint):
+    from omni_tiny.inproc import TinyDreamZero
+
+    with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=4) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def cosmos3_checkpoint(tmp_path_factory):
+    from omni_tiny.checkpoint.cosmos3 import write_cosmos3
+
+    return write_cosmos3(tmp_path_factory.mktemp("cosmos3") / "regular", variant="regular")
+
+
+@pytest.fixture
+def worker(model):
+    """The worker with no session and nothing counted."""
+    for session in list(model.pipeline._memory_manager.keys()):
+        model.close(session)
+    vars(model.worker).pop("_session_state_ends", None)
+    return model.worker
+
+
+def only(answer):
+    """What the one rank says, having passed through the wire's format."""
+    answer = json.loads(json.dumps(answer))
+    assert answer["agree"]
+    (rank,) = answer["ranks"]
+    assert rank["ok"]
+    assert rank["rank"] == 0
+    return rank
+
+
+def step(model, *sessions):
+    for session in sessions:
+        model.step(session, rng=np.random.default_rng(0), frames=1)
+
+
+def test_stats_count_sessions_bytes_blocks_and_ends(model, worker):
+    before = only(worker.session_state_stats())
+    assert before["sessions"] == before["total_nbytes"] == before["kv"]["sessions"] == 0
+    assert before["kv"]["free"] == before["kv"]["blocks"] > 0
+    step(model, "a", "b")
+    during = only(worker.session_state_stats())
+    assert during["sessions"] == during["kv"]["sessions"] == 2
+    assert during["total_nbytes"] > 0
+    assert during["kv"]["free"] < during["kv"]["blocks"]
+    worker.session_state_close("a", "b", "c")
+    after = only(worker.session_state_stats())
+    assert after["kv"] == before["kv"]
+    assert after["total_nbytes"] == 0
+    assert after["ends"] == {"close": 2, "reset": 0, "absent": 1}
+
+
+def test_a_listing_shows_hashes_in_order_of_use_and_refreshes_nobody(model, worker):
+    step(model, "a", "b", "a")
+    for _ in range(2):
+        listed = only(worker.session_state_list())
+        assert [entry["session"] for entry in listed["sessions"]] == [hashed("b"), hashed("a")]
+        assert listed["only_kv"] == []
+    assert all(entry["nbytes"]["cpu"] > 0 for entry in listed["sessions"])
+
+
+def test_a_session_can_be_inspected_by_its_id_and_by_its_hash(model, worker):
+    step(model, "a")
+    by_id, by_hash = (only(worker.session_state_inspect(name)) for name in ("a", hashed("a")))
+    assert by_id == by_hash
+    assert {value["name"] for value in by_id["session"]["values"]} >= {"call_count", "stitched_buffer"}
+    assert not only(worker.session_state_inspect("b"))["found"]
+    assert not only(worker.session_state_inspect(hashed("a"), only_id=True))["found"]
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("name_of", [str, hashed])
+def test_an_end_frees_the_state_and_the_kv_of_that_session_alone(model, worker, how, name_of):
+    step(model, "a", "b")
+    assert only(getattr(worker, f"session_state_{how}")(name_of("a")))["found"] == [True]
+    assert list(model.runner._sessions) == ["b"]
+    assert model.pipeline._memory_manager.keys() == ("b",)
+    assert only(getattr(worker, f"session_state_{how}")(name_of("a")))["found"] == [False]
+    assert only(worker.session_state_stats())["ends"][how] == 1
+
+
+def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):
+    step(model, "a", "b")
+    reasons = []
+    host = model.runner._release_session
+
+    def release(session, **how):
+        reasons.append((session, how["reason"]))
+        host(session, **how)
+
+    monkeypatch.setattr(model.runner, "_release_session", release)
+    worker.session_state_close("a")
+    worker.session_state_reset("b")
+    assert reasons == [("a", "close"), ("b", "reset")]
+
+
+def test_kv_without_state_is_listed_and_ends_too(model, worker):
+    step(model, "a")
+    model.pipeline._memory_manager.drop_session("a")
+    assert only(worker.session_state_list())["only_kv"] == [hashed("a")]
+    assert not only(worker.session_state_holds("a"))["found"]
+    assert only(worker.session_state_close(hashed("a")))["found"] == [True]
+    assert not model.runner._sessions
+
+
+def test_an_end_that_comes_by_id_never_hits_a_session_shown_like_it(model, worker):
+    step(model, "a")
+    assert only(worker.session_state_close(hashed("a"), only_id=True))["found"] == [False]
+    assert "a" in model.pipeline._memory_manager
+
+
+def test_nobody_is_the_default_session(model, worker):
+    step(model, DEFAULT)
+    assert only(worker.session_state_holds(None))["found"]
+    assert only(worker.session_state_close(""))["found"] == [True]
+
+
+def test_ids_are_listed_in_the_clear_where_that_is_asked_for(model, worker):
+    step(model, "a")
+    show_in_the_clear(True)
+    try:
+        (entry,) = only(worker.session_state_list())["sessions"]
+        assert entry["session"] == "a"
+        assert only(worker.session_state_inspect(hashed("a")))["found"]
+    finally:
+        show_in_the_clear(False)
+
+
+def test_one_end_that_fails_does_not_keep_the_others_from_ending(model, worker, monkeypatch):
+    step(model, "a", "b")
+    host = model.runner.close_session
+
+    def close_session(session):
+        if session == "a":
+            raise OSError("no")
+        host(session)
+
+    monkeypatch.setattr(model.runner, "close_session", close_session)
+    answer = worker.session_state_close("a", "b")
+    assert not answer["agree"]
+    assert answer["ranks"][0]["error"] == "RuntimeError: OSError: no"
+    assert model.pipeline._memory_manager.keys() == ()
+    monkeypatch.undo()
+    model.close("a")
+
+
+def test_a_worker_whose_model_keeps_its_own_state_says_so(worker, dreamzero_checkpoint):
+    from omni_tiny.inproc import TinyDreamZero
+
+    with TinyDreamZero(dreamzero_checkpoint, flag=False, capacity=1) as bespoke:
+        answer = bespoke.worker.session_state_stats()
+    assert not answer["agree"]
+    assert "DreamZeroPipeline keeps its own session state" in answer["ranks"][0]["error"]
+
+
+def in_rank(rank, checkpoint):
+    """Two sessions on each rank of a real group; what each call answers there, and what is left."""
+    import torch
+    from omni_tiny.cosmos3 import TinyCosmos3
+
+    with TinyCosmos3(checkpoint, flag=True, cfg_parallel_size=2) as model:
+        from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+
+        worker = DiffusionWorker.__new__(DiffusionWorker)
+        worker.model_runner = model.runner
+        manager = model.pipeline._memory_manager
+        for key in ("a", "b", "c"):
+            manager.get_or_create_session(key).attrs["x"] = torch.zeros(8)
+        said = {"list": worker.session_state_list()}
+        said["close"] = worker.session_state_close(hashed("a"))
+        if rank == 1:
+            manager.drop_session("c")
+        said["one has less"] = worker.session_state_stats()
+        said["one has it"] = worker.session_state_close("c")
+        host = manager.drop_session
+        if rank == 1:
+            manager.drop_session = None  # whoever calls it fails
+        said["one fails"] = worker.session_state_close("b")
+        manager.drop_session = host
+        said["left"] = list(manager.keys())
+        torch.distributed.barrier()
+        if rank == 1:
+            return said  # and leave the group
+        with pytest.raises(RuntimeError):
+            worker.session_state_stats()
+    return said
+
+
+def test_two_ranks_answer_together_and_neither_waits_for_one_that_failed_or_is_gone(cosmos3_checkpoint):
+    from omni_tiny.ranks import run_in_ranks
+
+    first, second = run_in_ranks(in_rank, cosmos3_checkpoint, limit_s=240)
+    for name in first.keys() - {"left"}:
+        assert first[name] == second[name], name  # every rank has all answers
+        assert [rank["rank"] for rank in first[name]["ranks"]] == [0, 1]
+    listed = first["list"]
+    assert listed["agree"]
+    for rank in listed["ranks"]:
+        assert [entry["session"] for entry in rank["sessions"]] == [hashed(key) for key in "abc"]
+    assert first["close"]["agree"]
+    assert [rank["found"] for rank in first["close"]["ranks"]] == [[True], [True]]
+    assert not first["one has less"]["agree"]
+    assert [rank["sessions"] for rank in first["one has less"]["ranks"]] == [2, 1]
+    assert not first["one has it"]["agree"]
+    assert [rank["found"] for rank in first["one has it"]["ranks"]] == [[True], [False]]
+    assert not first["one fails"]["agree"]
+    assert [rank["ok"] for rank in first["one fails"]["ranks"]] == [True, False]
+    assert "TypeError" in first["one fails"]["ranks"][1]["error"]
+    assert (first["left"], second["left"]) == ([], ["b"])
+
+
+def test_two_ranks_of_a_served_dreamzero_list_and_close_together(dreamzero_checkpoint, tmp_path):
+    """Guidance split over two worker processes, through the engine's own remote call."""
+    from omni_tiny.omni_runs import OmniDreamZero, write_deploy
+
+    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint, flag=True, cfg_parallel_size=2)
+    with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=4) as omni:
+        rng = np.random.default_rng(0)
+        for session in ("a", "b"):
+            omni.step(session, rng=rng, frames=1)
+        omni.call("session_state_close", DEFAULT)
+        listed = omni.call("session_state_list")
+        closed = omni.call("session_state_close", "a")
+        stats = omni.call("session_state_stats")
+    assert listed["agree"]
+    assert [len(rank["sessions"]) for rank in listed["ranks"]] == [2, 2]
+    assert closed["agree"]
+    assert [rank["found"] for rank in closed["ranks"]] == [[True], [True]]
+    assert stats["agree"]
+    assert [rank["sessions"] for rank in stats["ranks"]] == [1, 1]
+    assert [rank["kv"]["sessions"] for rank in stats["ranks"]] == [1, 1]
+    assert stats["ranks"][0]["pid"] != stats["ranks"][1]["pid"]

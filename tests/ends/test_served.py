@@ -1,0 +1,153 @@
+"""A real server and real clients: each end of a session reaches the worker once, and frees all of it."""
+
+import functools
+import threading
+import time
+
+import pytest
+from omni_tiny.ways_to_end import LONG_S, PLUGINS, SLOW, STEPS, WAYS, left, left_in_the_end, some_id
+from profiles import LONG, count
+
+pytestmark = pytest.mark.host
+
+
+def nothing(found):
+    return (found.sessions, found.nbytes, found.kv_sessions, found.kv_used) == (0, 0, 0, 0)
+
+
+def ends_between(before, after):
+    """How many ends arrived: those that found their session, and those that found none."""
+    return tuple(late - early for early, late in zip(before.ends, after.ends, strict=True))
+
+
+def together(*calls):
+    """Make the calls at once, each in a thread; an error of one is an error here."""
+    errors, start = [], threading.Barrier(len(calls))
+
+    def make(call):
+        try:
+            start.wait()
+            call()
+        except BaseException as error:  # noqa: BLE001 - whatever it is
+            errors.append(error)
+
+    threads = [threading.Thread(target=make, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def misses(server):
+    """How many sessions the worker has begun."""
+    (rank,) = server.call("session_state_stats")["ranks"]
+    return rank["misses"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_that_ends_leaves_nothing_and_ends_once(server, way):
+    before = left(server)
+    assert nothing(before)
+    cycles = count(100)
+    if way in SLOW:  # each waits for the server's patience: five at a time
+        for _ in range(cycles // 5):
+            together(*[functools.partial(WAYS[way], server)] * 5)
+        begun = cycles
+    else:
+        begun = sum(WAYS[way](server) for _ in range(cycles))
+    after = left_in_the_end(server)
+    assert nothing(after)
+    assert ends_between(before, after) == (begun, 0)
+
+
+def test_a_silent_robot_was_hung_up_on_by_the_server(server):
+    """Else the slow ways above would show nothing."""
+    assert f"idle timeout after {server.idle_timeout_s:.1f} seconds" in server.log.read_text()
+    assert set(SLOW) < set(WAYS)
+
+
+def test_a_rollout_that_many_close_and_reset_at_once_ends_once(server):
+    before, cycles = left(server), count(100)
+    for _ in range(cycles):
+        rollout = server.rollout()
+        rollout.step()
+        ways = [f"/v1/realtime/sessions/{rollout.session}/{how}" for how in ("close", "reset")]
+        together(*(functools.partial(server.http, "POST", way) for way in ways * 2))
+    after = left_in_the_end(server)
+    assert nothing(after)
+    assert ends_between(before, after) == (cycles, 0)
+
+
+def test_a_session_that_client_and_server_end_together_ends_once(server):
+    """A robot on a rollout's id hangs up while the rollout is closed."""
+    before, cycles = left(server), count(100)
+    for _ in range(cycles):
+        rollout = server.rollout()
+        robot = server.robot(rollout.session)
+        for _ in range(STEPS):
+            robot.step()
+        together(robot.hang_up, rollout.close)
+    after = left_in_the_end(server)
+    assert nothing(after)
+    assert ends_between(before, after) == (cycles, 0)
+
+
+def test_a_close_during_a_step_takes_effect_after_it(server):
+    before = left(server)
+    rollout = server.rollout()
+    with server.robot(rollout.session) as robot:
+        robot.step()
+        robot.send_step(lasts_s=LONG_S)
+        time.sleep(LONG_S / 2)
+        rollout.close()
+        assert robot.receive().shape == (8, 8)  # the step was not disturbed
+        after = left_in_the_end(server)
+        assert nothing(after)
+    assert ends_between(before, left(server)) == (1, 0)
+
+
+def test_an_operators_close_during_a_step_takes_effect_after_it(server):
+    """The host runs remote calls between steps; nothing of this plugin waits here."""
+    with server.robot(some_id()) as robot:
+        robot.step()
+        robot.send_step(lasts_s=LONG_S)
+        time.sleep(LONG_S / 2)
+        (rank,) = server.call("session_state_close", robot.session)["ranks"]
+        assert rank["found"] == [True]
+        assert robot.receive().shape == (8, 8)
+        assert nothing(left(server))
+    assert nothing(left_in_the_end(server))
+
+
+def test_a_robot_that_comes_back_without_the_setting_starts_over(server):
+    with server.robot(some_id()) as robot:
+        robot.step()
+        before = misses(server)
+        robot.connect()
+        robot.step()
+        assert misses(server) == before + 1
+    assert nothing(left_in_the_end(server))
+
+
+def test_more_sessions_at_once_than_one_are_all_freed(server):
+    before = left(server)
+    robots = [server.robot(some_id()) for _ in range(6)]
+    for _ in range(STEPS):
+        together(*(robot.step for robot in robots))
+    assert left(server).sessions == 6
+    together(*(robot.hang_up for robot in robots))
+    after = left_in_the_end(server)
+    assert nothing(after)
+    assert ends_between(before, after) == (6, 0)
+
+
+@pytest.mark.skipif(not LONG, reason="another server, of the host alone: part of the long run")
+def test_without_the_plugin_every_one_of_these_sessions_is_left(serve):
+    with serve(flag=False, environ={"VLLM_PLUGINS": PLUGINS}) as server:
+        for way in ("robot hangs up", "robot resets", "rollout closed"):
+            before = left(server)
+            WAYS[way](server)
+            found = left_in_the_end(server, within_s=2.0)
+            assert found.sessions == before.sessions + 1
+            assert found.kv_used > before.kv_used

@@ -1,0 +1,183 @@
+"""Which sessions an API server process has going, and the one end that each of them gets.
+
+A session is live from its first step here until nobody here goes on with it. Then its end is sent to the
+worker, once, and a step that names the session again waits until it has arrived: what an end frees is
+never what came after it. An end also waits for the steps that began before it, so that one that is still
+queued cannot bring a closed session back.
+
+Whoever may go on with a session is an owner of it: a robot's connection, or the rollout endpoints. Several
+connections can have one session (all that name none have "default"), and it ends with the last of them.
+
+It all runs on the server's one event loop; nothing here knows the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.ids import shown
+
+
+@dataclass(slots=True)
+class _Live:
+    """One session that is going.
+
+    Attributes:
+        owners: Who may go on with it; empty while it is kept for somebody to resume it.
+        named: Whether a robot named it by an id of its own, and may do so again.
+        running: Steps under way.
+        quiet: Set while there is none.
+        expiry: Ends it, while it is kept.
+    """
+
+    owners: set[object] = field(default_factory=set)
+    named: bool = False
+    running: int = 0
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    expiry: asyncio.TimerHandle | None = None
+
+    def go_on(self, owner: object) -> None:
+        """Note that ``owner`` goes on with it; it is kept for nobody else."""
+        self.owners.add(owner)
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+
+class Ends:
+    """The live sessions of one API server process.
+
+    Args:
+        close: Ends a session in the workers. An exception is said and changes nothing here.
+        holds: Whether the workers have a session.
+        resume_s: Seconds for which a named session is kept when its last owner has left; 0 ends it.
+    """
+
+    def __init__(
+        self,
+        close: Callable[[str], Awaitable[None]],
+        holds: Callable[[str], Awaitable[bool]],
+        *,
+        resume_s: float = 0.0,
+    ) -> None:
+        self._close = close
+        self._holds = holds
+        self._resume_s = resume_s
+        self._live: dict[str, _Live] = {}
+        self._arriving: dict[str, asyncio.Task[None]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @asynccontextmanager
+    async def step(self, key: str, owner: object, *, named: bool = False) -> AsyncIterator[None]:
+        """One step of a session, which is live from here on.
+
+        Args:
+            key: The session's id.
+            owner: Who takes the step.
+            named: Whether a robot named the session by an id of its own.
+        """
+        await self._settled(key)
+        live = self._live.get(key)
+        if live is None:
+            live = self._live[key] = _Live()
+        live.go_on(owner)
+        live.named = live.named or named
+        live.running += 1
+        live.quiet.clear()
+        try:
+            yield
+        finally:
+            live.running -= 1
+            if not live.running:
+                live.quiet.set()
+
+    async def resume(self, key: str, owner: object) -> bool:
+        """Whether ``owner`` goes on with a session that a robot named before, instead of starting it anew.
+
+        It may be kept, or still another connection's: a robot that lost its network is back before the
+        server notices. That connection has it no longer.
+
+        Args:
+            key: The id by which the robot names it.
+            owner: The connection that names it.
+        """
+        await self._settled(key)
+        live = self._live.get(key)
+        if not self._resume_s or live is None or not live.named:
+            return False
+        live.owners.clear()
+        live.go_on(owner)
+        there = False
+        try:
+            there = await self._holds(key)
+        except Exception as error:  # noqa: BLE001 - the robot's step must not fail by it
+            LOGGER.warning("cannot ask for session %s: %s: %s", shown(key), type(error).__name__, error)
+        there = there and self._live.get(key) is live
+        if not there:
+            LOGGER.warning("session %s was kept and is gone: its rollout starts over", shown(key))
+        return there
+
+    def leave(self, owner: object, *, only: str | None = None, keep: bool = False) -> None:
+        """Note that ``owner`` goes on with none of its sessions; those that nobody else has end.
+
+        Args:
+            owner: Who leaves.
+            only: The one session that it leaves.
+            keep: Keep those that can be resumed for as long as the settings say.
+        """
+        for key, live in list(self._live.items()):
+            if owner not in live.owners or only not in (None, key):
+                continue
+            live.owners.discard(owner)
+            if live.owners:
+                continue
+            if keep and live.named and self._resume_s:
+                live.expiry = asyncio.get_running_loop().call_later(self._resume_s, self.end, key)
+            else:
+                self.end(key)
+
+    def end(self, key: str) -> None:
+        """End a session for all its owners; nothing happens where it is not live."""
+        live = self._live.pop(key, None)
+        if live is None:
+            return
+        if live.expiry is not None:
+            live.expiry.cancel()
+        if not live.running:
+            live.quiet.set()
+        task = asyncio.get_running_loop().create_task(self._deliver(key, live, self._arriving.get(key)))
+        self._arriving[key] = task
+        task.add_done_callback(lambda done: self._arrived(key, done))
+
+    async def _deliver(self, key: str, live: _Live, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait({earlier})
+        await live.quiet.wait()
+        try:
+            await self._close(key)
+        except Exception as error:  # noqa: BLE001 - nobody waits for it who could do better
+            LOGGER.warning(
+                "the end of session %s did not reach the worker: %s: %s",
+                shown(key),
+                type(error).__name__,
+                error,
+            )
+
+    def _arrived(self, key: str, task: asyncio.Task[None]) -> None:
+        if self._arriving.get(key) is task:
+            del self._arriving[key]
+
+    async def _settled(self, key: str) -> None:
+        """Wait until every end of that session that is on its way has arrived."""
+        while (task := self._arriving.get(key)) is not None:
+            await asyncio.wait({task})
+            await asyncio.sleep(0)  # its callback runs

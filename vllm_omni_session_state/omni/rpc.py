@@ -1,0 +1,228 @@
+"""What can be asked of a worker by name: methods added to the host's diffusion worker class.
+
+They are reached through the host's ``collective_rpc``, which runs them on every rank between two steps.
+Each gathers what all ranks say over the host's CPU group and answers for all of them, as plain JSON-able
+data; call them on all ranks at once, never on one. A rank that fails says so in its part of the answer:
+nothing raises before the gather, so that no rank waits for one that will not come.
+
+With several replicas of a stage the host asks each and hands back one answer a replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.ids import find, session_key, shown
+from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.omni import seams
+from vllm_omni_session_state.omni.imports import when_imported
+
+Answer = dict[str, Any]
+
+_COUNTS = "_session_state_ends"
+"""Attribute of a worker: how many ends arrived, by what came of them."""
+
+
+def install() -> None:
+    """Add the methods to the host's worker class. Idempotent; called once a manager is attached."""
+    when_imported(seams.WORKER_MODULE, _add)
+
+
+def _add(module: ModuleType) -> None:
+    try:
+        seams.check(module, seams.WORKER_SEAMS)
+        for name, method in METHODS.items():
+            setattr(module.DiffusionWorker, name, method)
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        say_once(
+            logging.WARNING,
+            ("rpc",),
+            "this worker cannot be asked about its sessions, and ends of sessions do not reach it: %s: %s",
+            type(error).__name__,
+            error,
+        )
+
+
+def stats(worker: Any) -> Answer:
+    """The manager's figures, the runner's KV pool, and the ends that arrived here, by rank.
+
+    Args:
+        worker: The host's worker; as for all methods here, it is the ``self`` of the call.
+
+    Returns:
+        ``ranks``, one mapping each: ``rank``, ``ok``, then the figures or ``error``; and ``agree``,
+        whether all ranks did well and count the same sessions and ends. Bytes may differ by rank.
+    """
+
+    def figures() -> Answer:
+        manager = _manager(worker)
+        held = manager.stats()
+        return {"pid": os.getpid(), **held, "kv": _kv(worker.model_runner), "ends": dict(_counts(worker))}
+
+    return _on_every_rank(figures, ("sessions", "hits", "misses", "evictions", "kv", "ends"))
+
+
+def list_sessions(worker: Any) -> Answer:
+    """Every session, least recently used first, with its bytes by device; listing refreshes nobody.
+
+    Returns:
+        As for ``stats``; each rank has ``sessions``, and ``only_kv``, the sessions of which nothing but
+        engine KV is there. Ranks agree if they hold the same sessions in the same order.
+    """
+
+    def sessions() -> Answer:
+        manager = _manager(worker)
+        entries = [
+            {key: value for key, value in dataclasses.asdict(entry).items() if key != "values"}
+            for entry in manager.listing()
+        ]
+        only_kv = [shown(key) for key in _kv_sessions(worker.model_runner) if key not in manager]
+        order = [entry["session"] for entry in entries]
+        return {"sessions": entries, "only_kv": only_kv, "order": order}
+
+    return _on_every_rank(sessions, ("order", "only_kv"))
+
+
+def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> Answer:
+    """One session with every value that it holds; looking refreshes nobody.
+
+    Args:
+        worker: The host's worker.
+        name: Its id, or as a listing shows it.
+        only_id: Take ``name`` for an id and nothing else.
+
+    Returns:
+        As for ``stats``; each rank has ``found``, and ``session`` or ``None``.
+    """
+
+    def look() -> Answer:
+        manager = _manager(worker)
+        key = _named(name, manager.keys(), only_id=only_id)
+        wanted = None if key is None else shown(key)
+        entry = next((entry for entry in manager.listing() if entry.session == wanted), None)
+        return {"found": entry is not None, "session": None if entry is None else dataclasses.asdict(entry)}
+
+    return _on_every_rank(look, ("found",))
+
+
+def holds(worker: Any, name: str | None = None, *, only_id: bool = False) -> Answer:
+    """Whether the model's state of a session is there: each rank has ``found``. See ``inspect``."""
+
+    def look() -> Answer:
+        return {"found": _named(name, _manager(worker).keys(), only_id=only_id) is not None}
+
+    return _on_every_rank(look, ("found",))
+
+
+def close(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+    """End sessions and free all of them: the model's state and, where an engine keeps it, their KV.
+
+    Args:
+        worker: The host's worker.
+        *names: Their ids, or as a listing shows them.
+        only_id: Take a name for an id and nothing else.
+
+    Returns:
+        As for ``stats``; each rank has ``found``: for each name, whether there was such a session.
+    """
+    return _end(worker, "close", names, only_id=only_id)
+
+
+def reset(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+    """Free what sessions hold so that their next steps start anew, by the host's own reset. See ``close``."""
+    return _end(worker, "reset", names, only_id=only_id)
+
+
+METHODS: dict[str, Callable[..., Answer]] = {
+    "session_state_stats": stats,
+    "session_state_list": list_sessions,
+    "session_state_inspect": inspect,
+    "session_state_holds": holds,
+    "session_state_close": close,
+    "session_state_reset": reset,
+}
+"""By the name under which the worker class has them."""
+
+
+def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool) -> Answer:
+    def end_all() -> Answer:
+        manager, runner, counts = _manager(worker), worker.model_runner, _counts(worker)
+        found, failures = [], []
+        for name in names:
+            key = _named(name, {*manager.keys(), *_kv_sessions(runner)}, only_id=only_id)
+            counts["absent" if key is None else how] += 1
+            found.append(key is not None)
+            try:
+                if key is not None:
+                    _end_one(manager, runner, how, key)
+            except Exception as error:  # noqa: BLE001 - the others shall end all the same
+                failures.append(f"{type(error).__name__}: {error}")
+        if failures:
+            raise RuntimeError("; ".join(failures))
+        return {"found": found}
+
+    return _on_every_rank(end_all, ("found",))
+
+
+def _end_one(manager: SessionStateManager, runner: Any, how: str, key: str) -> None:
+    # The runner's own way where it has one: it frees the engine's KV and has the pipeline end the rest.
+    of_runner = getattr(runner, f"{how}_session", None)
+    try:
+        if callable(of_runner):
+            of_runner(key)
+    finally:
+        manager.drop_session(key)
+
+
+def _named(name: str | None, keys: Iterable[str], *, only_id: bool) -> str | None:
+    if only_id:
+        key = session_key(name)
+        return key if key in keys else None
+    return find(name, keys)
+
+
+def _on_every_rank(work: Callable[[], Answer], agree_on: tuple[str, ...]) -> Answer:
+    from vllm_omni.diffusion.worker.diffusion_worker import _all_gather_rank_values  # noqa: PLC0415
+
+    try:
+        mine = {"ok": True, **work()}
+    except Exception as error:  # noqa: BLE001 - the others are waiting in the gather
+        LOGGER.exception("a session state call failed on this rank")
+        mine = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    ranks = [{"rank": rank, **answer} for rank, answer in enumerate(_all_gather_rank_values(mine))]
+    views = [[answer.get(name) for name in agree_on] for answer in ranks]
+    agree = all(answer["ok"] for answer in ranks) and all(view == views[0] for view in views)
+    return {"agree": agree, "ranks": ranks}
+
+
+def _manager(worker: Any) -> SessionStateManager:
+    manager = getattr(getattr(worker.model_runner, "pipeline", None), "_memory_manager", None)
+    if not isinstance(manager, SessionStateManager):
+        pipeline = type(getattr(worker.model_runner, "pipeline", None)).__qualname__
+        raise TypeError(f"{pipeline} keeps its own session state; see this worker's log for why")
+    return manager
+
+
+def _counts(worker: Any) -> dict[str, int]:
+    counts: dict[str, int] = vars(worker).setdefault(_COUNTS, {"close": 0, "reset": 0, "absent": 0})
+    return counts
+
+
+def _kv_sessions(runner: Any) -> tuple[str, ...]:
+    """Ids of the sessions for which an AR-Diffusion runner holds KV; none for another runner."""
+    return tuple(getattr(runner, "_sessions", ()))
+
+
+def _kv(runner: Any) -> Answer | None:
+    """Sessions and blocks of the engine's KV pool; ``None`` for a runner that has none."""
+    pool = getattr(getattr(getattr(runner, "kv_cache", None), "manager", None), "block_pool", None)
+    if pool is None:
+        return None
+    blocks = pool.num_gpu_blocks - 1  # without the null block, which is nobody's
+    return {"sessions": len(_kv_sessions(runner)), "blocks": blocks, "free": pool.get_num_free_blocks()}

@@ -1,0 +1,90 @@
+"""The workers as an API server process reaches them: the remote calls that ends of sessions need.
+
+One call is under way at a time. The host runs it between two steps and holds a thread of its pool for it,
+so ends that come meanwhile go together in the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_omni_session_state.events import LOGGER
+
+
+class _Batch:
+    """Ids whose ends go in one call, and what came of it."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.sent: asyncio.Task[object] | None = None
+
+
+class Workers:
+    """The workers of some stages, with all their replicas and ranks.
+
+    Args:
+        engine_client: The host's ``AsyncOmni``.
+        stage_ids: The stages.
+    """
+
+    def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
+        self._engine_client = engine_client
+        self._stage_ids = stage_ids
+        self._turn = asyncio.Lock()
+        self._open: _Batch | None = None
+        self._deaf = False
+
+    async def close(self, key: str) -> None:
+        """End a session wherever it is.
+
+        Raises:
+            RuntimeError: If a replica or a rank did not do it; the others have.
+        """
+        batch = self._open
+        if batch is None:
+            batch = self._open = _Batch()
+            batch.sent = asyncio.get_running_loop().create_task(self._send(batch))
+        batch.keys.append(key)
+        assert batch.sent is not None, "a batch is made with its task"
+        await asyncio.shield(batch.sent)
+
+    async def _send(self, batch: _Batch) -> None:
+        async with self._turn:
+            self._open = None
+            await self._call("session_state_close", *batch.keys)
+
+    async def holds(self, key: str) -> bool:
+        """Whether some replica has the session on all its ranks."""
+        async with self._turn:
+            answers = await self._call("session_state_holds", key)
+        return any(all(rank["found"] for rank in answer["ranks"]) for answer in answers)
+
+    async def _call(self, method: str, *keys: str) -> list[Mapping[str, Any]]:
+        if self._deaf:
+            return []
+        # No time limit: the host drops a call that waited too long behind a step, and the end with it.
+        replies = await self._engine_client.collective_rpc(
+            method=method, args=keys, kwargs={"only_id": True}, stage_ids=self._stage_ids
+        )
+        answers: list[Mapping[str, Any]] = []
+        failures: list[str] = []
+        for reply in replies:  # one a replica
+            answer = reply[0] if isinstance(reply, list | tuple) and reply else reply
+            if isinstance(answer, Mapping) and "ranks" in answer:
+                answers.append(answer)
+                failures += [_failure(rank) for rank in answer["ranks"] if not rank["ok"]]
+            else:
+                failures.append(str(answer.get("error", answer) if isinstance(answer, Mapping) else answer))
+        if failures and all(f"attribute '{method}'" in failure for failure in failures):
+            # The worker has said why its model keeps its own session state. Each call is an error there.
+            self._deaf = True
+            LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
+        elif failures:
+            raise RuntimeError("; ".join(failures))
+        return answers
+
+
+def _failure(rank: Mapping[str, Any]) -> str:
+    return f"rank {rank['rank']}: {rank['error']}"
