@@ -1,7 +1,7 @@
 """What the host hard-codes, made small by module globals, and the one thing its worker cannot do on a CPU.
 
-And steps that last, for a test in which something happens meanwhile. The sizes that stand in a checkpoint's
-own configuration are not here but in `checkpoint`.
+And steps that last, for a test in which something happens meanwhile. The sizes that stand in a
+checkpoint's own configuration are not here but in `checkpoint`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXT_DIM = 32
 VIEW_SIZE = (16, 32)
 """Height and width in pixels of one camera view; four are stitched, and a latent is an eighth of that."""
 
-MODEL_OWNED_BYTES = 2 << 20
+MODEL_OWNED_BYTES = 1 << 20
 """What the runner sets aside per session for state outside its KV pool."""
 
 LASTS_S = "omni_tiny/lasts_s"
