@@ -76,8 +76,7 @@ _OWNERS = (np.ndarray, _Tensor, memoryview, _StridedView, *_BUFFERS)
 """Types that, as the base of an array, say themselves which memory they hold."""
 
 _GC_TYPE = 1 << 14  # Py_TPFLAGS_HAVE_GC: the type has a traversal
-_ROW_SPARSE = (torch.sparse_csr, torch.sparse_bsr)
-_COLUMN_SPARSE = (torch.sparse_csc, torch.sparse_bsc)
+_ROW_SPARSE, _COLUMN_SPARSE = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
 _registered: dict[type, Callable[[Any], Iterable[object]]] = {}
@@ -131,7 +130,7 @@ def footprint(*values: object) -> Footprint:
     runs no code of a value, but for ``__tensor_flatten__`` and what ``register_children`` was given.
     """
     walk = _Walk(values)
-    return Footprint(union(map(_region, {span for _, span in walk.found})), frozenset(walk.opaque))
+    return Footprint(union(map(_region, walk.spans)), frozenset(walk.opaque))
 
 
 def owned_regions(*values: object) -> list[tuple[Any, Region]]:
@@ -140,32 +139,32 @@ def owned_regions(*values: object) -> list[tuple[Any, Region]]:
     For whoever wants to know later whether they are gone. Regions may overlap, and an owner met through
     several views stands there as often. Of ``bytes`` and ``bytearray`` Python makes no weak references.
     """
-    return [(owner, _region(span)) for owner, span in _Walk(values).found]
+    owners: list[Any] = []
+    return list(zip(owners, map(_region, _Walk(values, owners).spans), strict=True))
 
 
 class _Walk:
     """One walk: what is still to be looked at, and what was found."""
 
-    __slots__ = ("found", "opaque", "seen", "stack")
+    __slots__ = ("opaque", "owners", "seen", "spans", "stack")
 
-    def __init__(self, values: Iterable[object]) -> None:
+    def __init__(self, values: Iterable[object], owners: list[Any] | None = None) -> None:
         self.stack: list[Any] = list(values)
         # By identity, and held: an object that dies during the walk would lend its id to another.
         self.seen: dict[int, object] = {}
-        self.found: list[tuple[Any, _Span]] = []
+        self.spans: list[_Span] = []
+        self.owners = owners  # of each span, for whoever asks
         self.opaque: set[str] = set()
         with _NoTorchFunction():
             self.run()
 
     def run(self) -> None:  # noqa: C901, PLR0912  # the usual kinds stand here: a call costs as much again
-        stack, seen, found = self.stack, self.seen, self.found
+        stack, seen, spans, owners = self.stack, self.seen, self.spans, self.owners
         while stack:
             value = stack.pop()
             kind = type(value)
             try:
-                if kind in _PLAIN:
-                    pass
-                elif kind is _Tensor or kind is _Parameter:
+                if kind is _Tensor or kind is _Parameter:
                     try:
                         storage = value.untyped_storage()
                         start, nbytes = storage.data_ptr(), storage.nbytes()
@@ -174,13 +173,17 @@ class _Walk:
                     else:
                         if start and nbytes:  # memory at address 0 is none: a meta tensor
                             device = HOST if value.is_cpu and not value.is_pinned() else _device_of(value)
-                            found.append((storage, (device, start, nbytes)))
+                            spans.append((device, start, nbytes))
+                            if owners is not None:
+                                owners.append(storage)
                         if value.is_quantized or value.is_nested:
                             self.parts(value)
                     more = not value.is_leaf or value.grad is not None or value.__dict__
                     if more and id(value) not in seen:
                         seen[id(value)] = value
                         self.extras(value)
+                elif kind in _PLAIN:
+                    pass
                 elif kind in _CONTAINERS:
                     if id(value) not in seen:
                         seen[id(value)] = value
@@ -196,11 +199,10 @@ class _Walk:
 
     def other(self, value: Any, kind: type) -> None:  # noqa: C901, PLR0912  # one branch per kind, in order
         """Look at a value that is none of the usual, exact types."""
-        if _registered:
-            for base in kind.__mro__:
-                if base in _registered:
-                    self.stack += list(_registered[base](value))
-                    return
+        for base in kind.__mro__ if _registered else ():
+            if base in _registered:
+                self.stack += list(_registered[base](value))
+                return
         if issubclass(kind, _Tensor):
             self.tensor_subclass(value, kind)
         elif issubclass(kind, np.ndarray):
@@ -284,11 +286,8 @@ class _Walk:
             self.stack.append(value._nested_tensor_storage_offsets())  # noqa: SLF001
 
     def storage(self, value: torch.UntypedStorage) -> None:
-        try:
-            start = value.data_ptr()
-        except RuntimeError:
-            return  # the storage of a wrapper: a size without memory
-        self.claim(value, _device_of(value), start, value.nbytes())
+        with contextlib.suppress(RuntimeError):  # the storage of a wrapper: a size without memory
+            self.claim(value, _device_of(value), value.data_ptr(), value.nbytes())
 
     def array(self, plain: np.ndarray[Any, Any], base: object, owner: object) -> None:
         """Add the memory of an array: its owner's if it is a view, else its own and its elements'."""
@@ -326,14 +325,15 @@ class _Walk:
 
     def claim(self, owner: object, device: str, start: int, nbytes: int) -> None:
         if start > 0 and nbytes > 0:
-            self.found.append((owner, (device, int(start), int(nbytes))))
+            self.spans.append((device, int(start), int(nbytes)))
+            if self.owners is not None:
+                self.owners.append(owner)
 
 
 def _device_of(value: Any) -> str:
     """The pool of a tensor or storage: the device's name, or ``"pinned"``."""
-    device = value.device
-    if device.type != HOST:
-        return str(device)
+    if value.device.type != HOST:
+        return str(value.device)
     return PINNED if value.is_pinned() else HOST
 
 

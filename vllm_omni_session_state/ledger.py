@@ -16,16 +16,15 @@ costs as much as the owner's regions that changed since its last one, each found
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+from vllm_omni_session_state.addresses import AddressSpace
 from vllm_omni_session_state.regions import Region, nbytes_by_device, union
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterable
 
-_NONE = -1  # no address: there is no cut on that side
-_CHUNK = 512  # addresses per chunk at most: one memory move of 4 KiB
+_Spans = dict[str, dict[int, int]]  # by device the regions of one charge, disjoint and sorted: start -> stop
 
 
 class UnknownOwnerError(KeyError):
@@ -49,8 +48,8 @@ class Ledger:
     __slots__ = ("_charges", "_devices")
 
     def __init__(self) -> None:
-        self._charges: dict[Hashable, tuple[Region, ...]] = {}
-        self._devices: dict[str, _Device] = {}
+        self._charges: dict[Hashable, _Spans] = {}
+        self._devices: dict[str, AddressSpace] = {}
 
     def __contains__(self, owner: Hashable) -> bool:
         return owner in self._charges
@@ -69,16 +68,15 @@ class Ledger:
         Raises:
             ValueError: A region is of no or negative length. Nothing has changed then.
         """
-        new = union(regions)
-        old = self._charges.get(owner, ())
+        new: _Spans = {}
+        for name, start, nbytes in union(regions):
+            if name not in new:
+                new[name] = {}
+            new[name][start] = start + nbytes
+        old = self._charges.get(owner, {})
         self._charges[owner] = new
-        if new == old:
-            return
-        gone, come = set(old), set(new)
-        for device, start, nbytes in come - gone:
-            self._device(device).add(start, start + nbytes)
-        for device, start, nbytes in gone - come:
-            self._remove(device, start, start + nbytes)
+        if new != old:
+            self._replace(old, new)
 
     def release(self, owner: Hashable) -> dict[str, int]:
         """Take back the whole charge of ``owner``.
@@ -90,16 +88,18 @@ class Ledger:
             UnknownOwnerError: It has no charge, or has been released already.
         """
         freed = self.freed_without((owner,))
-        for device, start, nbytes in self._charges.pop(owner):
-            self._remove(device, start, start + nbytes)
+        self._replace(self._charges.pop(owner), {})
         return freed
 
     def regions(self, owner: Hashable) -> tuple[Region, ...]:
         """What ``owner`` is charged for: disjoint, sorted. Raises UnknownOwnerError."""
-        try:
-            return self._charges[owner]
-        except KeyError:
-            raise UnknownOwnerError(owner) from None
+        if owner not in self._charges:
+            raise UnknownOwnerError(owner)
+        return tuple(
+            Region(name, start, stop - start)
+            for name, spans in self._charges[owner].items()
+            for start, stop in spans.items()
+        )
 
     def owner_nbytes(self, owner: Hashable) -> dict[str, int]:
         """Bytes per device that ``owner`` reaches, shared ones included. Raises UnknownOwnerError."""
@@ -133,181 +133,21 @@ class Ledger:
 
     def check(self) -> None:
         """Assert that the kept figures equal a recount from nothing. Changes nothing, and is slow."""
-        edges: dict[str, list[tuple[int, int]]] = {}
-        for owner, regions in self._charges.items():
+        charged: dict[str, list[tuple[int, int]]] = {}
+        for owner, devices in self._charges.items():
+            regions = self.regions(owner)
             assert regions == union(regions), f"the charge of {owner!r} is not disjoint and sorted: {regions}"
-            for name, start, nbytes in regions:
-                edges.setdefault(name, []).extend(((start, 1), (start + nbytes, -1)))
-        assert edges.keys() == self._devices.keys(), f"devices {set(self._devices)}, charged {set(edges)}"
+            for name, spans in devices.items():
+                charged.setdefault(name, []).extend(spans.items())
+        assert charged.keys() == self._devices.keys(), f"devices {set(self._devices)}, charged {set(charged)}"
         for name, device in self._devices.items():
-            device.check(name, sorted(edges[name]))
+            device.check(charged[name])
 
-    def _device(self, name: str) -> _Device:
-        device = self._devices.get(name)
-        if device is None:
-            device = self._devices[name] = _Device()
-        return device
-
-    def _remove(self, name: str, start: int, stop: int) -> None:
-        device = self._devices[name]
-        device.remove(start, stop)
-        if not device.total:
-            del self._devices[name]
-
-
-class _Cut:
-    """One address at which a charged region begins or ends, linked to the cuts on either side."""
-
-    __slots__ = ("after", "before", "cover", "edges")
-
-    def __init__(self, before: int, after: int, cover: int) -> None:
-        self.before = before
-        self.after = after
-        self.cover = cover  # regions over the bytes from here to the next cut
-        self.edges = 0  # regions that begin or end here; at 0 the cut goes, so cuts never outgrow the regions
-
-
-class _Device:
-    """One device's address space, cut wherever a charged region begins or ends.
-
-    Between two neighbouring cuts every byte is covered by the same regions. An owner's own regions are
-    disjoint, so the number of regions over a byte is the number of its owners.
-    """
-
-    __slots__ = ("cuts", "order", "shared", "total")
-
-    def __init__(self) -> None:
-        self.cuts: dict[int, _Cut] = {}
-        self.order = _Order()
-        self.total = 0  # bytes covered at least once
-        self.shared = 0  # bytes covered at least twice
-
-    def add(self, start: int, stop: int) -> None:
-        self._begin(start)
-        self._begin(stop)
-        while start != stop:
-            cut = self.cuts[start]
-            if cut.cover == 0:
-                self.total += cut.after - start
-            elif cut.cover == 1:
-                self.shared += cut.after - start
-            cut.cover += 1
-            start = cut.after
-
-    def remove(self, start: int, stop: int) -> None:
-        here = start
-        while here != stop:
-            cut = self.cuts[here]
-            cut.cover -= 1
-            if cut.cover == 0:
-                self.total -= cut.after - here
-            elif cut.cover == 1:
-                self.shared -= cut.after - here
-            here = cut.after
-        self._end(start)
-        self._end(stop)
-
-    def stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The address, length and number of owners of each stretch between cuts, from start to stop."""
-        while start != stop:
-            cut = self.cuts[start]
-            yield start, cut.after - start, cut.cover
-            start = cut.after
-
-    def check(self, name: str, edges: list[tuple[int, int]]) -> None:
-        cover = total = shared = here = 0
-        covers: dict[int, int] = {}
-        counts: dict[int, int] = {}
-        for address, step in edges:
-            total += (address - here) * (cover > 0)
-            shared += (address - here) * (cover > 1)
-            here, cover = address, cover + step
-            covers[address] = cover
-            counts[address] = counts.get(address, 0) + 1
-        line = [_NONE, *covers, _NONE]
-        links = {at: (line[i], line[i + 2]) for i, at in enumerate(covers)}
-        assert self.order.addresses() == list(covers), (
-            f"{name}: {self.order.addresses()}, edges at {list(covers)}"
-        )
-        assert {at: (cut.before, cut.after) for at, cut in self.cuts.items()} == links, (
-            f"{name}: links {links}"
-        )
-        assert {at: cut.cover for at, cut in self.cuts.items()} == covers, (
-            f"{name}: covers differ from {covers}"
-        )
-        assert {at: cut.edges for at, cut in self.cuts.items()} == counts, (
-            f"{name}: edges differ from {counts}"
-        )
-        assert self.total == total, f"{name}: kept total {self.total}, recount {total}"
-        assert self.shared == shared, f"{name}: kept shared {self.shared}, recount {shared}"
-
-    def _begin(self, address: int) -> None:
-        """Make the cut at ``address``, or share it."""
-        cut = self.cuts.get(address)
-        if cut is None:
-            before, after = self.order.add(address)
-            cover = 0
-            if before != _NONE:
-                self.cuts[before].after = address
-                cover = self.cuts[before].cover
-            if after != _NONE:
-                self.cuts[after].before = address
-            cut = self.cuts[address] = _Cut(before, after, cover)
-        cut.edges += 1
-
-    def _end(self, address: int) -> None:
-        cut = self.cuts[address]
-        cut.edges -= 1
-        if not cut.edges:
-            if cut.before != _NONE:
-                self.cuts[cut.before].after = cut.after
-            if cut.after != _NONE:
-                self.cuts[cut.after].before = cut.before
-            del self.cuts[address]
-            self.order.remove(address)
-
-
-class _Order:
-    """Ascending addresses, in chunks: an insertion moves one chunk, however many addresses there are."""
-
-    __slots__ = ("chunks", "heads")
-
-    def __init__(self) -> None:
-        self.chunks: list[list[int]] = []
-        self.heads: list[int] = []  # the first address of each chunk
-
-    def addresses(self) -> list[int]:
-        assert self.heads == [chunk[0] for chunk in self.chunks], "a chunk does not begin with its head"
-        return [address for chunk in self.chunks for address in chunk]
-
-    def add(self, address: int) -> tuple[int, int]:
-        """Insert an address that is not there; its neighbours, ``_NONE`` where there is none."""
-        if not self.chunks:
-            self.chunks.append([address])
-            self.heads.append(address)
-            return _NONE, _NONE
-        at = max(bisect_right(self.heads, address) - 1, 0)
-        chunk = self.chunks[at]
-        index = bisect_right(chunk, address)
-        before = chunk[index - 1] if index else _NONE  # only the first chunk is entered below its head
-        if index < len(chunk):
-            after = chunk[index]
-        else:
-            after = self.heads[at + 1] if at + 1 < len(self.heads) else _NONE
-        chunk.insert(index, address)
-        self.heads[at] = chunk[0]
-        if len(chunk) > _CHUNK:
-            self.chunks.insert(at + 1, chunk[_CHUNK // 2 :])
-            self.heads.insert(at + 1, chunk[_CHUNK // 2])
-            del chunk[_CHUNK // 2 :]
-        return before, after
-
-    def remove(self, address: int) -> None:
-        at = bisect_right(self.heads, address) - 1
-        chunk = self.chunks[at]
-        del chunk[bisect_right(chunk, address) - 1]
-        if chunk:
-            self.heads[at] = chunk[0]
-        else:
-            del self.chunks[at]
-            del self.heads[at]
+    def _replace(self, old: _Spans, new: _Spans) -> None:
+        for name in {**old, **new}:
+            if name not in self._devices:
+                self._devices[name] = AddressSpace()
+            device = self._devices[name]
+            device.replace(old.get(name, {}), new.get(name, {}))
+            if not device.total:
+                del self._devices[name]

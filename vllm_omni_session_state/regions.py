@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 HOST = "cpu"
 """The device name of pageable host memory."""
@@ -40,7 +40,13 @@ class Region(NamedTuple):
         return self.start + self.nbytes
 
 
-def union(regions: Iterable[Region]) -> tuple[Region, ...]:
+class Union(tuple[Region, ...]):
+    """Disjoint regions, sorted by device and address, as ``union`` makes them."""
+
+    __slots__ = ()
+
+
+def union(regions: Iterable[Region]) -> Union:
     """The same bytes as disjoint regions, sorted by device and address.
 
     Overlapping regions become one. Regions that only touch stay apart: they are two allocations, and
@@ -49,20 +55,31 @@ def union(regions: Iterable[Region]) -> tuple[Region, ...]:
     Raises:
         ValueError: A region is of no or negative length, or starts below address 0.
     """
-    merged: list[Region] = []
-    device, stop = "", -1
-    for region in sorted(regions):
-        here, start, nbytes = region
+    if type(regions) is Union:
+        return regions
+    ordered = sorted(regions)
+    device, stop, apart = "", -1, True
+    for here, start, nbytes in ordered:
         if nbytes <= 0 or start < 0:
+            region = Region(here, start, nbytes)
             raise ValueError(f"{region} is no memory: leave a value of no bytes out of the regions")
-        if here == device and start < stop:
-            first = merged[-1].start
+        if start < stop and here == device:
+            apart = False
             stop = max(stop, start + nbytes)
-            merged[-1] = Region(device, first, stop - first)
         else:
-            merged.append(region)
             device, stop = here, start + nbytes
-    return tuple(merged)
+    return Union(ordered if apart else _merged(ordered))
+
+
+def _merged(ordered: list[Region]) -> Iterator[Region]:
+    device, first, length = ordered[0]
+    for here, start, nbytes in ordered:
+        if here == device and start < first + length:
+            length = max(length, start + nbytes - first)
+        else:
+            yield Region(device, first, length)
+            device, first, length = here, start, nbytes
+    yield Region(device, first, length)
 
 
 def nbytes_by_device(regions: Iterable[Region]) -> dict[str, int]:

@@ -8,7 +8,7 @@ both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
@@ -141,19 +141,20 @@ class SessionState:
 
     def contents(
         self, *, only: AbstractSet[str] | None = None, without: AbstractSet[str] = frozenset()
-    ) -> Iterator[object]:
+    ) -> list[object]:
         """The committed content of both buckets, by reference.
 
         Args:
             only: Names of the values to hand out, instead of all.
             without: Names of the values to leave out.
         """
-        for name, value in list(self.attrs.items()):
-            if name not in without and (only is None or name in only):
-                yield value
-        for name, obj in list(self._objects.items()):
-            if obj.resident and name not in without and (only is None or name in only):
-                yield obj.export_payload()
+        attrs, objects = list(self.attrs.items()), list(self._objects.items())
+        if only is not None:
+            attrs = [(name, value) for name, value in attrs if name in only]
+            objects = [(name, obj) for name, obj in objects if name in only]
+        values = [value for name, value in attrs if name not in without]
+        values += [obj.export_payload() for name, obj in objects if name not in without and obj.resident]
+        return values
 
     def footprint(self) -> Footprint:
         """The memory that the committed content of both buckets keeps alive; aliases count once."""
@@ -161,7 +162,8 @@ class SessionState:
 
     def staged_footprint(self) -> Footprint:
         """The memory that staged payloads keep alive."""
-        return footprint(*(obj.staged for obj in self._objects.values()))
+        staged = [obj.staged for obj in list(self._objects.values())]
+        return footprint(*[payload for payload in staged if payload is not None])
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes by device."""
