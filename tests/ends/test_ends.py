@@ -275,6 +275,18 @@ async def test_a_kept_session_can_be_ended_before_its_time():
     assert server.arrived == ["x"]
 
 
+@run
+async def test_the_time_of_a_session_that_has_ended_does_not_end_its_next_life():
+    server = Server(resume_s=0.05)
+    await server.step("x", "a")
+    server.ends.leave("a", keep=True)
+    server.ends.end("x")
+    await server.step("x", "b")
+    await asyncio.sleep(0.1)
+    assert server.arrived == ["x"]
+    assert "x" in server.ends
+
+
 def test_a_kept_session_that_the_worker_lost_starts_over_and_is_said(caplog):
     async def scenario():
         server = Server(resume_s=60)

@@ -152,8 +152,6 @@ class Ends:
             return
         if live.expiry is not None:
             live.expiry.cancel()
-        if not live.running:
-            live.quiet.set()
         task = asyncio.get_running_loop().create_task(self._deliver(key, live, self._arriving.get(key)))
         self._arriving[key] = task
         task.add_done_callback(lambda done: self._arrived(key, done))

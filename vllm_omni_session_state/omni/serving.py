@@ -3,8 +3,8 @@
 The plugin is loaded while the server starts, before any deploy config is read, so a class hooked then
 would be hooked whatever the flag says. What is wrapped then is one function, ``omni_init_app_state``,
 which the server calls as soon as its engine is there: the engine client knows every stage's
-configuration. Only if a stage has the flag on are the serving classes touched. A variable that turns the
-flag off, or a process that is no API server, ends in nothing at all.
+configuration. Only if a stage has the flag on, by its config or by the variable, is a serving class or
+object touched. In a process that is no API server there is nothing to wrap.
 """
 
 from __future__ import annotations
