@@ -27,7 +27,7 @@ PYTEST := .venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --duration
 help:
 	@echo 'vllm-omni-session-state: what you can do here'
 	@echo
-	@echo '  make demo       serve a tiny DreamZero twice, flag off and on: is every output equal? (2 minutes)'
+	@echo '  make demo       serve a tiny DreamZero and Cosmos3, flag off and on: is all equal? (3 minutes)'
 	@echo '  make test       run the tests on the real vLLM-Omni (at most 15 minutes)'
 	@echo '  make test-long  the same with twenty times the examples and steps (hours on a small machine)'
 	@echo '  make lint       ruff and mypy'

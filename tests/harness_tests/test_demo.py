@@ -1,25 +1,31 @@
-"""The demo: its scenario does what it says, it sees every difference, and it claims only what it saw.
+"""The demo: its scenarios do what they say, it sees every difference, and it claims only what it saw.
 
-`make demo` runs all of it; what is here needs no second of a served model but for the scenario itself.
+`make demo` runs all of it; what is here needs no second of a served model but for the scenarios themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import io
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from omni_tiny.demo import jobs, verdict
-from omni_tiny.demo.child import digest
+from omni_tiny import request_watch
+from omni_tiny.demo import __main__ as command
+from omni_tiny.demo import child, jobs, tables, verdict
 from omni_tiny.demo.course import Course, Phase
-from omni_tiny.demo.face import bytes_table, say_equality, show_bytes
+from omni_tiny.demo.face import Watch, say_equality
 from omni_tiny.demo.jobs import CouldNotRunError
-from omni_tiny.demo.scenarios import ROBOTS, dreamzero
-from omni_tiny.demo.verdict import Served, check_runs, differences
+from omni_tiny.demo.scenarios import REQUESTS, ROBOTS, SCENARIOS, cosmos3, dreamzero
+from omni_tiny.demo.tables import bytes_table, show_requests, show_sessions
+from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
+from omni_tiny.digest import digest
 from rich.console import Console
 
 OURS = "vllm_omni_session_state.manager.SessionStateManager"
@@ -47,6 +53,68 @@ def test_the_robots_reset_their_window_their_prompt_and_on_request(dreamzero_che
     assert left == {ROBOTS[2]}
 
 
+class WatchedCosmos3:
+    """What `OmniCosmos3` offers, on a model in this process."""
+
+    def __init__(self, model):
+        self._model, self._worker = model, SimpleNamespace(model_runner=model.runner)
+        request_watch.tiny_watch(self._worker)
+
+    def generate(self, **words):
+        (seen,) = self._model.generate("a request", **words).values()
+        return seen
+
+    def forwards(self):
+        return request_watch.tiny_forwards(self._worker)
+
+    def held(self):
+        return request_watch.tiny_held(self._worker)
+
+
+def serve_here(model):
+    served = Served()
+    scenario = dataclasses.replace(cosmos3(), open=lambda _: contextlib.nullcontext(WatchedCosmos3(model)))
+    child.serve(scenario, None, lambda **event: served.take(event))
+    return served
+
+
+@pytest.mark.host
+def test_cosmos3s_requests_hold_each_branch_while_they_run_and_a_byte_that_stays_is_seen(tmp_path):
+    from omni_tiny.checkpoint.cosmos3 import write_cosmos3
+    from omni_tiny.cosmos3 import TinyCosmos3
+
+    checkpoint = write_cosmos3(tmp_path / "cosmos3")
+    with TinyCosmos3(checkpoint, flag=False, dtype="bfloat16") as model:
+        off = serve_here(model)
+    with TinyCosmos3(checkpoint, flag=True, dtype="bfloat16") as model:
+        on = serve_here(model)
+        model.pipeline.transformer.reset_cache = lambda: None
+        leaking = serve_here(model)
+    assert differences(off, on) == []
+    assert len(on.outputs) == len(REQUESTS) + 3 * (6 + 3), "a clip each, and each forward of three steps"
+    assert len(set(on.outputs.values())) == len(on.outputs), "something was computed twice"
+    assert left_behind(on) == []
+    assert left_behind(leaking) == list(REQUESTS)
+    for look, without in zip(on.looks, off.looks, strict=True):
+        (session,) = look["during"]
+        assert sum(session["nbytes"].values()) == look["during_alive"] == without["during_alive"] > 0
+        branches = tables.BRANCHES if "CFG" in look["of"] else tables.BRANCHES[:1]
+        assert {value["name"] for value in session["values"] if value["nbytes"]} == set(branches)
+        assert (look["sessions"], look["alive"]) == ([], 0)
+        assert without["alive"] > 0, "without the plugin the last branch stays"
+        assert look["manager"] == OURS
+        assert without["manager"] is None
+
+
+def a_watched_run(manager=None, **digests):
+    run = a_run(manager, **digests)
+    names = [{"name": name, "bucket": "object", "nbytes": {"cpu": 54_321}} for name in tables.BRANCHES]
+    during = [{"session": "s", "nbytes": {"cpu": 108_642}, "values": names}] if manager else []
+    more = {"sessions": [], "during": during, "during_alive": 108_642, "alive": 0 if manager else 54_321}
+    run.looks = [{**run.looks[0], **more, "of": name} for name in REQUESTS]
+    return run
+
+
 def a_run(manager=None, **digests):
     entries = [
         {
@@ -59,7 +127,7 @@ def a_run(manager=None, **digests):
         }
         for name in ("robot-1", "robot-2")
     ]
-    look = {"pid": 2, "from": 1, "manager": manager, "sessions": entries}
+    look = {"pid": 2, "from": 1, "of": "a look", "manager": manager, "sessions": entries}
     return Served(outputs=digests, looks=[look, {**look, "sessions": entries[:1]}])
 
 
@@ -91,6 +159,9 @@ def test_two_runs_that_may_not_be_compared_are_no_result():
     host = "vllm_omni.experimental.world_models.session_state.manager.SessionStateManager"
     in_process = a_run(OURS, a="1")
     in_process.looks[0]["from"] = in_process.looks[0]["pid"]
+    check_runs(a_watched_run(a="1"), a_watched_run(OURS, a="1"))
+    elsewhere = a_watched_run(OURS, a="1")
+    elsewhere.looks[1]["during"] = []
     for off, on, said in [
         (a_run(a="1"), a_run(host, a="1"), "not the plugin's"),
         (a_run(a="1"), a_run(None, a="1"), "not the plugin's"),
@@ -98,6 +169,7 @@ def test_two_runs_that_may_not_be_compared_are_no_result():
         (a_run(), a_run(OURS), "without outputs"),
         (a_run(a="1"), Served(outputs={"a": "1"}), "without a listing"),
         (a_run(a="1"), in_process, "own process"),
+        (a_watched_run(a="1"), elsewhere, "held nothing while the model served: T2V$"),
     ]:
         with pytest.raises(CouldNotRunError, match=said):
             check_runs(off, on)
@@ -119,7 +191,7 @@ def test_the_face_says_which_outputs_differ():
 
 
 def test_the_table_has_every_byte_and_without_a_terminal_no_control_characters():
-    said = printed(show_bytes, a_run(a="1"), a_run(OURS, a="1"))
+    said = printed(show_sessions, a_run(a="1"), a_run(OURS, a="1"))
     assert said.count("24") >= 4
     assert "close of robot-2 its 24 bytes" in said
     assert OURS in said
@@ -127,6 +199,69 @@ def test_the_table_has_every_byte_and_without_a_terminal_no_control_characters()
     two = a_run().looks[0]["sessions"]
     two[0]["values"][0]["nbytes"] = {"cpu": 8, "cuda:0": 16}
     assert bytes_table(two).row_count == 2 + 1 + 1
+
+
+def test_the_table_of_requests_fits_a_terminal_and_claims_only_what_was_counted():
+    off, on = a_watched_run(a="1"), a_watched_run(OURS, a="1")
+    said = printed(show_requests, off, on)
+    assert said.count("54,321") == 3 * len(REQUESTS)
+    assert said.count("108,642") == len(REQUESTS)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said
+    assert "also what memory held" in said
+    assert OURS in said
+    on.looks[2]["during_alive"] += 1
+    assert "also what memory held" not in printed(show_requests, off, on)
+
+
+@pytest.mark.parametrize(
+    ("happens", "status", "says"),
+    [
+        ("nothing", 0, "IDENTICAL"),
+        ("a difference", 1, "DIFFERENT: 1 of 1"),
+        ("a leak", 1, "LEFT BEHIND: with the flag on, state was there after: I2V\n"),
+        ("the host's manager", 2, "COULD NOT RUN: Cosmos3: with"),
+        ("a crash", 2, "COULD NOT RUN: it died"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, happens, status, says):
+    def run_job(job, names, *_, environment, **__):
+        if job == "write":
+            assert list(names) == list(SCENARIOS)
+            return
+        (name,) = names
+        manager = OURS if environment[jobs.FLAG] == "1" else None
+        if manager and name == "cosmos3" and happens == "a crash":
+            raise CouldNotRunError("it died")
+        run = (a_watched_run if name == "cosmos3" else a_run)(manager, a="1")
+        if manager and name == "cosmos3":
+            if happens == "a difference":
+                run.outputs["a"] = "2"
+            if happens == "a leak":
+                run.looks[-1]["alive"] = 1
+            if happens == "the host's manager":
+                run.looks[-1]["manager"] = "vllm_omni.SessionStateManager"
+        yield from ({"phase": phase} for phase in (child.LOADING, child.SERVING))
+        yield {"outputs": run.outputs, "done": 1}
+        yield from ({"look": look} for look in run.looks)
+        yield {"phase": child.STOPPING}
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    text = io.StringIO()
+    assert command.demo(list(SCENARIOS), Console(file=text, width=80, highlight=False)) == status
+    assert says in text.getvalue()
+    assert status == 2 or max(map(len, text.getvalue().splitlines())) <= 80
+
+
+def test_the_bar_fits_a_terminal_in_every_phase():
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True, color_system=None)
+    plan = command.course(scenario() for scenario in SCENARIOS.values())
+    with Watch(console, plan).shown() as watch:
+        for _ in plan.phases:
+            watch.begin()
+        watch.finish()
+    assert "0:00 gone" in text.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text.getvalue()
 
 
 def test_a_course_never_goes_back_and_its_estimate_follows_the_pace():
@@ -158,7 +293,7 @@ def job(monkeypatch, tmp_path, body):
     monkeypatch.setattr(jobs.sys, "executable", str(interpreter))
     log = tmp_path / "log"
     events = [
-        e for e in jobs.run_job("serve", "x", tmp_path, environment=jobs.settings(flag=True), log=log) if e
+        e for e in jobs.run_job("serve", ["x"], tmp_path, environment=jobs.settings(flag=True), log=log) if e
     ]
     return events, log.read_text()
 
@@ -193,7 +328,9 @@ def test_a_job_that_fails_dies_or_hangs_is_no_result(monkeypatch, tmp_path, body
         job(monkeypatch, tmp_path, body)
 
 
-def test_the_plugins_own_manager_is_told_by_where_it_is_defined():
+def test_the_demo_calls_the_plugins_things_by_their_names():
     from vllm_omni_session_state import SessionStateManager
+    from vllm_omni_session_state.adapters.cosmos3 import BRANCHES
 
+    assert tables.BRANCHES == BRANCHES
     assert f"{SessionStateManager.__module__}.".startswith(verdict.OURS)

@@ -1,7 +1,7 @@
 """A worker method that says what the worker's sessions hold: `tiny_listing`, as plain data.
 
 It reads and refreshes nobody. It asks the plugin's manager where there is one; where there is none it
-can only name the sessions in the model's own table.
+can only name the sessions in the model's own table, if the model has one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
     manager = pipeline._memory_manager
     said: dict[str, Any] = {"pid": os.getpid(), "manager": None, "kv": _kv(worker.model_runner)}
     if manager is None:
-        return {**said, "sessions": [{"session": name} for name in pipeline._states]}
+        return {**said, "sessions": [{"session": name} for name in getattr(pipeline, "_states", ())]}
     said["manager"] = f"{type(manager).__module__}.{type(manager).__qualname__}"
     if not hasattr(manager, "listing"):  # the host's own manager
         return {**said, "sessions": []}

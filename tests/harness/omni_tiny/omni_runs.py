@@ -1,11 +1,10 @@
-"""The same tiny DreamZero through `Omni`: engine, scheduler and a worker process, from a deploy YAML.
+"""A tiny model through `Omni`: engine, scheduler and a worker process, from a deploy YAML; here DreamZero.
 
 The worker's objects are out of reach here; what a test wants to know it asks by remote call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +40,8 @@ def write_deploy(
     Returns:
         The file.
     """
-    import yaml
-
     stage: dict[str, Any] = {
-        "stage_id": 0,
         "devices": ",".join(map(str, range(cfg_parallel_size))),
-        "max_num_seqs": 1,
-        "enforce_eager": True,
         "model_class_name": "DreamZeroPipeline",
         "engine_backend": ENGINE,
         "model_paths": {"tokenizer": f"{checkpoint}/tokenizer"},
@@ -61,38 +55,84 @@ def write_deploy(
         stage["parallel_config"] = {"tensor_parallel_size": 1, "cfg_parallel_size": cfg_parallel_size}
     if flag is not None:
         stage["enable_session_state_manager"] = flag
+    return write_stage(path, "dreamzero", stage)
+
+
+def write_stage(path: str | Path, pipeline: str, stage: dict[str, Any]) -> Path:
+    """Write the deploy YAML of one bfloat16 stage with a worker process; returns the file.
+
+    Args:
+        path: The file.
+        pipeline: The host's name of the topology.
+        stage: What is particular to it.
+    """
+    import yaml
+
     deploy = {
-        "pipeline": "dreamzero",
+        "pipeline": pipeline,
         "async_chunk": False,
         "distributed_executor_backend": "mp",
         "dtype": "bfloat16",
-        "stages": [stage],
+        "stages": [{"stage_id": 0, "devices": "0", "max_num_seqs": 1, "enforce_eager": True, **stage}],
     }
     file = Path(path)
     file.write_text(yaml.safe_dump(deploy, sort_keys=False))
     return file
 
 
-class OmniDreamZero:
-    """Tiny DreamZero behind `Omni`; a context manager.
+class OmniRun:
+    """A model behind `Omni`; a context manager.
 
     Args:
-        checkpoint: From `write_dreamzero`.
-        deploy: From `write_deploy`.
-        capacity: Sessions that the worker's runner keeps, 1 to 64.
+        checkpoint: The folder.
+        deploy: From `write_stage`.
 
     Attributes:
         omni: The host's `Omni`.
     """
 
-    def __init__(self, checkpoint: str | Path, deploy: str | Path, *, capacity: int = 8) -> None:
-        with contextlib.ExitStack() as settings:
-            settings.enter_context(environment(FREE_BYTES_VARIABLE, str(free_bytes(capacity))))
-            # One thread and two give different bits; the worker process inherits this.
-            settings.enter_context(environment("OMP_NUM_THREADS", "1"))
+    def __init__(self, checkpoint: str | Path, deploy: str | Path) -> None:
+        # One thread and two give different bits; the worker process inherits this.
+        with environment("OMP_NUM_THREADS", "1"):
             from vllm_omni.entrypoints.omni import Omni
 
             self.omni = Omni(model=os.fspath(checkpoint), deploy_config=os.fspath(deploy))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker by name and return what the one worker answers.
+
+        Raises:
+            RuntimeError: The call failed there, or the worker has no such method.
+        """
+        (answers,) = self.omni.engine.collective_rpc(method, args=args, timeout=60, stage_ids=[0])
+        if isinstance(answers, dict):
+            raise RuntimeError(f"the worker did not answer {method!r}: {answers['error']}")  # noqa: TRY004
+        (answer,) = answers
+        return answer
+
+    def shutdown(self) -> None:
+        """Stop the engine and its worker process."""
+        self.omni.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.shutdown()
+
+
+class OmniDreamZero(OmniRun):
+    """Tiny DreamZero behind `Omni`.
+
+    Args:
+        checkpoint: From `write_dreamzero`.
+        deploy: From `write_deploy`.
+        capacity: Sessions that the worker's runner keeps, 1 to 64.
+    """
+
+    def __init__(self, checkpoint: str | Path, deploy: str | Path, *, capacity: int = 8) -> None:
+        with environment(FREE_BYTES_VARIABLE, str(free_bytes(capacity))):
+            super().__init__(checkpoint, deploy)
 
     def step(
         self,
@@ -115,18 +155,6 @@ class OmniDreamZero:
         (video,) = output.images
         return Step(actions=output.multimodal_output["actions"], video=video)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker by name and return what the one worker answers.
-
-        Raises:
-            RuntimeError: The call failed there, or the worker has no such method.
-        """
-        (answers,) = self.omni.engine.collective_rpc(method, args=args, timeout=60, stage_ids=[0])
-        if isinstance(answers, dict):
-            raise RuntimeError(f"the worker did not answer {method!r}: {answers['error']}")  # noqa: TRY004
-        (answer,) = answers
-        return answer
-
     def reset(self, session: str) -> bool:
         """Reset a session by remote call."""
         return self.call("reset_ar_diffusion_session", session)
@@ -134,13 +162,3 @@ class OmniDreamZero:
     def close(self, session: str) -> bool:
         """Close a session by remote call."""
         return self.call("close_ar_diffusion_session", session)
-
-    def shutdown(self) -> None:
-        """Stop the engine and its worker process."""
-        self.omni.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.shutdown()

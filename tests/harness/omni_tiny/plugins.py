@@ -13,10 +13,11 @@ def platform() -> str | None:
 
 
 def general() -> None:
-    """Once they are imported: make hard-coded sizes small, the worker fit for a CPU; give it a listing."""
-    from omni_tiny import listing, tiny
+    """Once they are imported: make hard-coded sizes small, the worker fit for a CPU; let it be asked."""
+    from omni_tiny import listing, request_watch, tiny
 
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.shrink_dreamzero)
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.let_steps_last)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", tiny.pack_outputs_without_stream)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", listing.add_listing)
+    after_import("vllm_omni.diffusion.worker.diffusion_worker", request_watch.add_watch)

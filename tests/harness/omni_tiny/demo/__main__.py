@@ -1,4 +1,7 @@
-"""``python -m omni_tiny.demo``: exits 0 if both runs are equal to the bit, 1 if not, 2 if one did not run."""
+"""``python -m omni_tiny.demo``: one bar, then what each model's two runs show.
+
+It exits 0 if they are equal to the bit and no request left state behind, 1 if not, 2 if one did not run.
+"""
 
 from __future__ import annotations
 
@@ -14,61 +17,89 @@ from rich.console import Console
 
 from omni_tiny.demo import child
 from omni_tiny.demo.course import Course, Phase
-from omni_tiny.demo.face import Watch, say_equality, show_bytes
+from omni_tiny.demo.face import Watch, say_equality, say_left
 from omni_tiny.demo.jobs import FLAG, CouldNotRunError, run_job, settings
 from omni_tiny.demo.scenarios import SCENARIOS
-from omni_tiny.demo.verdict import Served, check_runs, differences
+from omni_tiny.demo.tables import SHOW
+from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from omni_tiny.demo.scenarios import Scenario
 
 WRITING = "writing random weights"
-_SERVED_S = {child.LOADING: 20.0, child.STEPPING: 5.0, child.STOPPING: 5.0}
+_AROUND_S = {child.LOADING: 20.0, child.STOPPING: 5.0}
 
 
-def course() -> Course:
+def course(scenarios: Iterable[Scenario]) -> Course:
     """What a demo takes."""
     served = [
-        Phase(f"flag {word}: {name}", seconds)
+        Phase(f"{scenario.model}, flag {word}: {name}", _AROUND_S.get(name, scenario.seconds))
+        for scenario in scenarios
         for word in ("off", "on")
-        for name, seconds in _SERVED_S.items()
+        for name in (child.LOADING, child.SERVING, child.STOPPING)
     ]
     return Course([Phase(WRITING, 12.0), *served])
 
 
-def run(name: str, scenario: Scenario, folder: Path, log: Path, console: Console) -> tuple[Served, Served]:
-    """Write the checkpoint and serve the scenario twice; returns the runs with the flag off and on."""
+def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: Watch) -> list[Served]:
+    """Serve one scenario; returns the runs with the flag off and on.
+
+    Raises:
+        CouldNotRunError: A run failed, or the two may not be compared.
+    """
     runs = {False: Served(), True: Served()}
-    plan = course()
-    with Watch(console, plan).shown() as watch:
-        watch.begin()
-        for _ in run_job("write", name, folder, environment=settings(flag=None), log=log):
+    for flag, served in runs.items():
+        for event in run_job("serve", [name], folder, environment=settings(flag=flag), log=log):
+            served.take(event)
+            if "phase" in event:
+                watch.begin()
+            if "done" in event:
+                watch.reached(event["done"] / len(scenario.operations))
             watch.tick()
-        for flag, served in runs.items():
-            for event in run_job("serve", name, folder, environment=settings(flag=flag), log=log):
-                served.take(event)
-                if "phase" in event:
-                    watch.begin()
-                if "done" in event:
-                    plan.reached(event["done"] / len(scenario.operations))
-                watch.tick()
+    try:
+        check_runs(*runs.values())
+    except CouldNotRunError as error:
+        raise CouldNotRunError(f"{scenario.model}: {error}") from None
+    return list(runs.values())
+
+
+def run(scenarios: dict[str, Scenario], folder: Path, log: Path, console: Console) -> bool:
+    """Write the checkpoints, serve each scenario twice, show what came out; returns whether all is well."""
+    results = {}
+    with Watch(console, course(scenarios.values())).shown() as watch:
+        watch.begin()
+        for _ in run_job("write", list(scenarios), folder, environment=settings(flag=None), log=log):
+            watch.tick()
+        for name, scenario in scenarios.items():
+            results[name] = serve_twice(name, scenario, folder, log, watch)
         watch.finish()
-    return runs[False], runs[True]
+    well = True
+    for name, (off, on) in results.items():
+        console.print(f"\n[bold]{scenarios[name].model}[/]")
+        different, left = differences(off, on), left_behind(on)
+        say_equality(console, scenarios[name], total=len({**off.outputs, **on.outputs}), different=different)
+        say_left(console, left)
+        SHOW[name](console, off, on)
+        well = well and not different and not left
+    return well
 
 
-def demo(name: str, console: Console) -> int:
-    """Run the demo of one scenario; returns the exit status."""
-    scenario = SCENARIOS[name]()
+def demo(names: Sequence[str], console: Console) -> int:
+    """Run the demo of some scenarios; returns the exit status."""
+    scenarios = {name: SCENARIOS[name]() for name in names}
     folder = Path(tempfile.mkdtemp(prefix="session-state-demo-", dir=_memory()))
     log, keep_log = Path(tempfile.mkdtemp(prefix="session-state-demo-log-")) / "vllm-omni.log", False
     try:
         console.print(
-            f"{scenario.model} on vLLM-Omni {_host_version()}, served twice from one deploy YAML,\n"
-            f"first with {FLAG}=0, then with =1.\n"
-            f"{scenario.story}.\n"
+            f"vLLM-Omni {_host_version()} serves each tiny model twice from one deploy YAML,\n"
+            f"first with {FLAG}=0, then with =1."
         )
-        off, on = run(name, scenario, folder, log, console)
-        check_runs(off, on)
+        for scenario in scenarios.values():
+            console.print(f"{scenario.model}: {scenario.story[0].lower()}{scenario.story[1:]}.")
+        console.print()
+        return 0 if run(scenarios, folder, log, console) else 1
     except CouldNotRunError as error:
         keep_log = True
         console.print("\n[bold red]COULD NOT RUN[/]:", end=" ")
@@ -78,10 +109,6 @@ def demo(name: str, console: Console) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         if not keep_log:
             shutil.rmtree(log.parent, ignore_errors=True)
-    different = differences(off, on)
-    say_equality(console, scenario, total=len({**off.outputs, **on.outputs}), different=different)
-    show_bytes(console, off, on)
-    return 1 if different else 0
 
 
 def _memory() -> Path | None:
@@ -101,13 +128,13 @@ def _host_version() -> str:
 def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m omni_tiny.demo", description=__doc__)
-    parser.add_argument("scenario", nargs="?", default="dreamzero", choices=SCENARIOS)
+    parser.add_argument("scenario", nargs="?", choices=SCENARIOS, help="one of them; otherwise all are run")
     arguments = parser.parse_args()
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
     try:
-        return demo(arguments.scenario, console)
+        return demo([arguments.scenario] if arguments.scenario else list(SCENARIOS), console)
     except KeyboardInterrupt:
         console.print("\n[bold red]COULD NOT RUN[/]: interrupted")
     except Exception as error:  # noqa: BLE001 - Python's own exit status 1 would say that outputs differ

@@ -1,4 +1,4 @@
-"""One process of the demo: it writes the checkpoint, or serves the scenario once.
+"""One process of the demo: it writes the checkpoints of the scenarios, or serves each of them once.
 
 It reports on a file descriptor of its own, one JSON object per line, since the host's log takes standard
 output: ``phase`` (a phase begins), ``done`` (operations done), ``outputs`` (digests by name), ``look`` (a
@@ -8,7 +8,6 @@ worker's listing) and last ``end``, with ``error`` empty or in one line.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import traceback
@@ -24,36 +23,21 @@ if TYPE_CHECKING:
 
     Report = Callable[..., None]
 
-LOADING, STEPPING, STOPPING = "loading the model", "stepping", "stopping"
+LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
 """Phases of a served run."""
-
-
-def digest(value: Any) -> str:
-    """A hash of a tensor's, an array's or a plain value's kind, shape and every bit."""
-    import numpy as np
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        kind, content = (
-            f"{value.dtype}{tuple(value.shape)}",
-            value.contiguous().view(torch.uint8).numpy().tobytes(),
-        )
-    elif isinstance(value, np.ndarray):
-        kind, content = f"{value.dtype}{value.shape}", value.tobytes()
-    else:
-        kind, content = type(value).__name__, repr(value).encode()
-    return hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()
 
 
 def serve(scenario: Scenario, folder: Path, report: Report) -> None:
     """Serve the scenario once and report what came out."""
+    from omni_tiny.digest import digest
+
     report(phase=LOADING)
     with scenario.open(folder) as model:
-        report(phase=STEPPING)
+        report(phase=SERVING)
         for number, operation in enumerate(scenario.operations, start=1):
             answers = operation.run(model)
             if operation.look:
-                report(look={**answers, "from": os.getpid()})
+                report(look={**answers, "from": os.getpid(), "of": operation.label})
             else:
                 report(
                     outputs={
@@ -68,7 +52,7 @@ def main() -> None:
     """Do the one job that the command line names; a reported error is no exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", choices=("write", "serve"))
-    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("events", type=int, help="file descriptor")
     arguments = parser.parse_args()
@@ -78,13 +62,15 @@ def main() -> None:
         def report(**event: Any) -> None:
             events.write(json.dumps(event) + "\n")
 
-        scenario = SCENARIOS[arguments.scenario]()
         error = ""
         try:
-            if arguments.job == "write":
-                scenario.write(arguments.folder)
-            else:
-                serve(scenario, arguments.folder, report)
+            for name in arguments.scenarios:
+                scenario, folder = SCENARIOS[name](), arguments.folder / name
+                if arguments.job == "write":
+                    folder.mkdir()
+                    scenario.write(folder)
+                else:
+                    serve(scenario, folder, report)
         except BaseException as failure:  # noqa: BLE001 - whatever it is, the parent shall say it
             traceback.print_exc()
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]

@@ -1,22 +1,20 @@
-"""What the demo shows: one bar over everything, or plain lines where there is no terminal; then tables."""
+"""What the demo shows: one bar over everything, plain lines without a terminal; and the verdict."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rich.console import Console
+
     from omni_tiny.demo.course import Course
     from omni_tiny.demo.scenarios import Scenario
-    from omni_tiny.demo.verdict import Served
 
 
 def clock(seconds: float) -> str:
@@ -38,7 +36,7 @@ class Watch:
         self._began = time.monotonic()
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=20),
             TaskProgressColumn(),
             TextColumn("{task.fields[times]}"),
             console=console,
@@ -61,6 +59,10 @@ class Watch:
             left = clock(self._course.seconds_left(now))
             self._console.print(f"  {clock(now - self._began)}  {phase.name} (about {left} left)")
         self.tick()
+
+    def reached(self, share: float) -> None:
+        """So much of the phase is done, 0 to 1."""
+        self._course.reached(share)
 
     def tick(self) -> None:
         """Time has passed."""
@@ -87,7 +89,6 @@ class Watch:
 
 def say_equality(console: Console, scenario: Scenario, *, total: int, different: Sequence[str]) -> None:
     """Say whether every output is bit-identical."""
-    console.print()
     if not different:
         console.print(
             f"[bold green]IDENTICAL[/]: all {total} outputs are equal to the last bit, flag off and on"
@@ -103,51 +104,7 @@ def say_equality(console: Console, scenario: Scenario, *, total: int, different:
         console.print(f"  and {len(different) - 10} more")
 
 
-def show_bytes(console: Console, off: Served, on: Served) -> None:
-    """Show what the flagged run's worker says of its sessions, and what the other run's worker could say."""
-    before, after = on.looks[0]["sessions"], on.looks[-1]["sessions"]
-    console.print("\n[bold]Bytes of session state[/], as the worker process of the flagged run lists them")
-    console.print(bytes_table([session for session in before if session["nbytes"]]))
-    console.print(f"Counted by {on.looks[0]['manager']}.")
-    if idle := [session["session"] for session in before if not session["nbytes"]]:
-        console.print(f"Without a byte: {', '.join(idle)} (the host makes that session when it starts).")
-    left = {session["session"] for session in after}
-    for session in before:
-        if session["session"] not in left:
-            freed = sum(session["nbytes"].values())
-            console.print(f"After the close of {session['session']} its {freed:,} bytes are listed no more.")
-    names = ", ".join(session["session"] for session in off.looks[0]["sessions"])
-    console.print(
-        f"\nWith the flag off the worker could only name its sessions ({names}): "
-        "the model's own table counts no bytes."
-    )
-
-
-def bytes_table(sessions: Sequence[dict[str, Any]]) -> Table:
-    """Make the table of bytes: a row per value and device, a column per session, a sum per device.
-
-    Values may share memory, and the sum counts each region once. Plain numbers hold no memory region:
-    values without a byte in any session share one row.
-    """
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("value", "kept as", "device"):
-        table.add_column(heading, no_wrap=heading != "value")
-    for session in sessions:
-        table.add_column(session["session"], justify="right", no_wrap=True)
-    rows: dict[tuple[str, str, str], dict[str, int]] = {}
-    without: dict[str, None] = {}
-    for session in sessions:
-        for value in session["values"]:
-            without.setdefault(value["name"])
-            for device, count in value["nbytes"].items():
-                rows.setdefault((value["name"], value["bucket"], device), {})[session["session"]] = count
-    for (name, bucket, device), row in rows.items():
-        without.pop(name, None)
-        table.add_row(name, bucket, device, *(f"{row.get(session['session'], 0):,}" for session in sessions))
-    if without:
-        table.add_row("plain numbers: " + ", ".join(without), "attrs", "-", *("0" for _ in sessions))
-    table.add_section()
-    for device in sorted({device for session in sessions for device in session["nbytes"]}):
-        sums = (f"{session['nbytes'].get(device, 0):,}" for session in sessions)
-        table.add_row("sum, each byte once", "", device, *sums, style="bold")
-    return table
+def say_left(console: Console, left: Sequence[str]) -> None:
+    """Say after which requests state was left, if any."""
+    if left:
+        console.print("[bold red]LEFT BEHIND[/]: with the flag on, state was there after:", ", ".join(left))

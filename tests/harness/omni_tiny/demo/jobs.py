@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 FLAG = "OMNI_DIFFUSION_SESSION_STATE_MANAGER"
@@ -48,7 +48,7 @@ def settings(*, flag: bool | None) -> dict[str, str]:
 
 
 def run_job(
-    job: str, scenario: str, folder: Path, *, environment: Mapping[str, str], log: Path
+    job: str, scenarios: Sequence[str], folder: Path, *, environment: Mapping[str, str], log: Path
 ) -> Iterator[dict[str, Any]]:
     """Run one job of `child` and yield its events, with an empty one about five times a second between them.
 
@@ -56,7 +56,7 @@ def run_job(
         CouldNotRunError: It reported an error, died, or fell silent.
     """
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "omni_tiny.demo.child", job, scenario, os.fspath(folder), str(writer)]
+    command = [sys.executable, "-m", "omni_tiny.demo.child", job, *scenarios, os.fspath(folder), str(writer)]
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(

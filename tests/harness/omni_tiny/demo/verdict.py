@@ -39,6 +39,8 @@ def differences(off: Served, on: Served) -> list[str]:
 def check_runs(off: Served, on: Served) -> None:
     """See that the runs may be compared: outputs there are, and only the flagged run used the plugin.
 
+    A listing that was also made while a request ran must show that request in the plugin's hands.
+
     Raises:
         CouldNotRunError: They may not.
     """
@@ -56,3 +58,15 @@ def check_runs(off: Served, on: Served) -> None:
                     f"with {FLAG}=1 the model used {manager or 'no manager'} and not the plugin's; a WARNING "
                     "in the log says why, or vllm-omni-session-state is not installed in this environment"
                 )
+            if flag == "1" and not any(session["nbytes"] for session in look.get("during", look["sessions"])):
+                raise CouldNotRunError(
+                    f"with {FLAG}=1 the plugin's manager held nothing while the model served: {look['of']}"
+                )
+
+
+def left_behind(on: Served) -> list[str]:
+    """The requests after which the flagged run's worker still held a session or bytes of one, in order.
+
+    Only a model whose sessions are requests is asked; a robot's session is there to stay.
+    """
+    return [look["of"] for look in on.looks if "during" in look and (look["sessions"] or look["alive"])]
