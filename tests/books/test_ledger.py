@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 from profiles import count, sized
 
-from vllm_omni_session_state import ledger as ledger_module
+from vllm_omni_session_state import ascending
 from vllm_omni_session_state.ledger import Ledger, UnknownOwnerError
 from vllm_omni_session_state.regions import Region, union
 
@@ -115,7 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True, params=[512, 4], ids="chunks of {}".format)
 def chunk_size(request, monkeypatch):
     """Also with chunks so small that a handful of regions fills several."""
-    monkeypatch.setattr(ledger_module, "_CHUNK", request.param)
+    monkeypatch.setattr(ascending, "CHUNK", request.param)
 
 
 def test_the_books_balance_after_any_charges_and_releases():
