@@ -25,11 +25,14 @@ from vllm_omni_session_state.regions import Region
 class Accounts:
     """The charges of a manager's sessions."""
 
-    __slots__ = ("_detached", "_ended", "_host", "_idle", "_outside", "_staged", "_table")
+    __slots__ = ("_detached", "_ended", "_host", "_idle", "_later", "_outside", "_staged", "_table")
 
     def __init__(self) -> None:
         self._table = Ledger()
         self._idle = Ledger()
+        # What the idle ledger has not been told yet: only who enforces a budget asks it, and a session comes
+        # and goes there at every step. ``None``: it is in use.
+        self._later: dict[int, tuple[Region, ...] | None] = {}
         self._host = Ledger()
         self._detached = Ledger()
         self._staged = Ledger()
@@ -38,8 +41,9 @@ class Accounts:
 
     def open(self, owner: int) -> None:
         """A session of the table begins, holding nothing."""
-        for ledger in (self._table, self._idle, self._host, self._staged):
+        for ledger in (self._table, self._host, self._staged):
             ledger.charge(owner, ())
+        self._later[owner] = ()
 
     def settle(
         self,
@@ -59,31 +63,31 @@ class Accounts:
         """
         self._close_ended()
         if owner in self._table:
-            self._table.charge(owner, device + host)
+            self._table.charge(owner, device + host if host else device)
             self._host.charge(owner, host)
-            if owner in self._idle:
-                self._idle.charge(owner, device)
+            if self._later.get(owner, () if owner in self._idle else None) is not None:
+                self._later[owner] = device
         elif owner in self._detached:
-            self._detached.charge(owner, device + host)
+            self._detached.charge(owner, device + host if host else device)
         else:
             return
         self._staged.charge(owner, staged)
 
     def lease(self, owner: int) -> None:
         """Somebody uses a session: it is no candidate to leave the device."""
-        self._idle.release(owner)
+        self._later[owner] = None
 
     def idle(self, owner: int, device: tuple[Region, ...]) -> None:
         """Nobody uses a session any more."""
-        self._idle.charge(owner, device)
+        self._later[owner] = device
 
     def idle_nbytes(self) -> int:
         """Bytes on the device of the sessions that nobody uses."""
-        return sum(self._idle.nbytes_by_device().values())
+        return sum(self._told_idle().nbytes_by_device().values())
 
     def freed_without(self, owners: Iterable[int]) -> int:
         """Bytes that would leave the device if all of these idle sessions did."""
-        return sum(self._idle.freed_without(owners).values())
+        return sum(self._told_idle().freed_without(owners).values())
 
     def host_nbytes(self) -> int:
         """Bytes in host memory by role, of all sessions of the table."""
@@ -126,6 +130,7 @@ class Accounts:
     def check(self, owners: Iterable[int], *, idle: AbstractSet[int]) -> None:
         """Assert that every ledger is sound, the table's of exactly these owners, the idle one of these."""
         self._close_ended()
+        self._told_idle()
         for ledger in (self._table, self._idle, self._host, self._detached, self._staged, self._outside):
             ledger.check()
         assert set(self._host.owners()) == set(self._table.owners()), "host bytes of nobody"
@@ -136,7 +141,17 @@ class Accounts:
         everybody = {*self._table.owners(), *self._detached.owners()}
         assert set(self._staged.owners()) == everybody, "staged bytes of nobody"
 
+    def _told_idle(self) -> Ledger:
+        while self._later:
+            owner, device = self._later.popitem()
+            if device is not None:
+                self._idle.charge(owner, device)
+            elif owner in self._idle:
+                self._idle.release(owner)
+        return self._idle
+
     def _forget(self, owner: int) -> dict[str, int]:
+        self._later.pop(owner, None)
         if owner in self._idle:
             self._idle.release(owner)
         self._host.release(owner)

@@ -32,20 +32,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_omni_session_state.regions import HOST, PINNED, Region, nbytes_by_device, union
+from vllm_omni_session_state.regions import HOST, PINNED, Region, as_region, nbytes_by_device, union
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _NoTorchFunction: Any = torch._C.DisableTorchFunction  # noqa: SLF001  # the public one leaves modes on
 _referents = gc.get_referents
-_Span = tuple[str, int, int]  # a region before it is one
-_region: Callable[[_Span], Region] = partial(tuple.__new__, Region)  # in C: half of what Region(...) costs
 
 _PLAIN: frozenset[type] = frozenset(
     {type(None), type(...), type(NotImplemented), bool, int, float, complex, str, range}
@@ -104,6 +101,9 @@ class Footprint:
         return nbytes_by_device(self.regions)
 
 
+NOTHING = Footprint((), frozenset())
+
+
 def register_children(kind: type, children: Callable[[Any], Iterable[object]]) -> None:
     """Open a type that the walk would otherwise stop at, or close one that it would open.
 
@@ -130,7 +130,7 @@ def footprint(*values: object) -> Footprint:
     runs no code of a value, but for ``__tensor_flatten__`` and what ``register_children`` was given.
     """
     walk = _Walk(values)
-    return Footprint(union(map(_region, walk.spans)), frozenset(walk.opaque))
+    return Footprint(union(walk.spans), frozenset(walk.opaque))
 
 
 def owned_regions(*values: object) -> list[tuple[Any, Region]]:
@@ -140,7 +140,7 @@ def owned_regions(*values: object) -> list[tuple[Any, Region]]:
     several views stands there as often. Of ``bytes`` and ``bytearray`` Python makes no weak references.
     """
     owners: list[Any] = []
-    return list(zip(owners, map(_region, _Walk(values, owners).spans), strict=True))
+    return list(zip(owners, map(as_region, _Walk(values, owners).spans), strict=True))
 
 
 class _Walk:
@@ -152,7 +152,7 @@ class _Walk:
         self.stack: list[Any] = list(values)
         # By identity, and held: an object that dies during the walk would lend its id to another.
         self.seen: dict[int, object] = {}
-        self.spans: list[_Span] = []
+        self.spans: list[tuple[str, int, int]] = []
         self.owners = owners  # of each span, for whoever asks
         self.opaque: set[str] = set()
         with _NoTorchFunction():

@@ -21,7 +21,7 @@ from typing import Literal
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.footprint import footprint
+from vllm_omni_session_state.footprint import NOTHING, footprint
 from vllm_omni_session_state.ids import find, session_key, shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
@@ -168,7 +168,7 @@ class SessionStateManager:
         """
         on_host = self._on_host
         device = footprint(*session.contents(without=on_host))
-        host = footprint(*session.contents(only=on_host)) if on_host else footprint()
+        host = footprint(*session.contents(only=on_host)) if on_host else NOTHING
         staged = session.staged_footprint()
         with self._table.lock:
             self._table.accounts.settle(

@@ -6,10 +6,9 @@ never needs the tensor again: two views of one storage yield the same region, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 HOST = "cpu"
 """The device name of pageable host memory."""
@@ -40,17 +39,24 @@ class Region(NamedTuple):
         return self.start + self.nbytes
 
 
+as_region: Callable[[tuple[str, int, int]], Region] = partial(tuple.__new__, Region)
+"""The region of those three; in C, at half of what ``Region(...)`` costs."""
+
+
 class Union(tuple[Region, ...]):
     """Disjoint regions, sorted by device and address, as ``union`` makes them."""
 
     __slots__ = ()
 
 
-def union(regions: Iterable[Region]) -> Union:
+def union(regions: Iterable[tuple[str, int, int]]) -> Union:
     """The same bytes as disjoint regions, sorted by device and address.
 
     Overlapping regions become one. Regions that only touch stay apart: they are two allocations, and
     each is charged and released as itself.
+
+    Args:
+        regions: Regions, or their device, start and length.
 
     Raises:
         ValueError: A region is of no or negative length, or starts below address 0.
@@ -68,10 +74,10 @@ def union(regions: Iterable[Region]) -> Union:
             stop = max(stop, start + nbytes)
         else:
             device, stop = here, start + nbytes
-    return Union(ordered if apart else _merged(ordered))
+    return Union(map(as_region, ordered) if apart else _merged(ordered))
 
 
-def _merged(ordered: list[Region]) -> Iterator[Region]:
+def _merged(ordered: list[tuple[str, int, int]]) -> Iterator[Region]:
     device, first, length = ordered[0]
     for here, start, nbytes in ordered:
         if here == device and start < first + length:

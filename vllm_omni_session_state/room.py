@@ -104,7 +104,7 @@ class Room:
             )
 
     def _on_device(self) -> int:
-        return sum(seat.parked is None for seat in self._table.seats.values())
+        return len(self._table.seats) - self._table.parked
 
     def _excess(self) -> int:
         budget = self.device_budget
@@ -164,6 +164,7 @@ class Room:
                 table.order.put_back(session.key, seat.place)
                 table.accounts.idle(session.serial, device)
             else:
+                table.parked += 1
                 table.parks += 1
                 table.accounts.settle(session.serial, device=device, host=host)
             table.moved.notify_all()
@@ -172,9 +173,8 @@ class Room:
     def _permit(self, session: SessionState) -> None:
         if session.staging:
             raise NotNowError(f"session {shown(session.key)} has a window in progress")
-        parked = sum(seat.parked is not None for seat in list(self._table.seats.values()))
-        if parked >= self.max_parked:
-            raise NotNowError(f"{parked} sessions are parked (max_parked)")
+        if self._table.parked >= self.max_parked:
+            raise NotNowError(f"{self._table.parked} sessions are parked (max_parked)")
 
     def bring_back(self, seat: Seat) -> None:
         """Restore a session that was marked as moving, into a lease of the caller.
@@ -193,6 +193,7 @@ class Room:
             seat.moving = False
             if failed is None:
                 seat.parked = None
+                table.parked -= 1
                 seat.leases += 1
                 table.restores += 1
             table.moved.notify_all()

@@ -16,7 +16,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import SessionParkedError
-from vllm_omni_session_state.footprint import Footprint, footprint
+from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
 from vllm_omni_session_state.ids import shown
 
 T = TypeVar("T")
@@ -163,7 +163,8 @@ class SessionState:
     def staged_footprint(self) -> Footprint:
         """The memory that staged payloads keep alive."""
         staged = [obj.staged for obj in list(self._objects.values())]
-        return footprint(*[payload for payload in staged if payload is not None])
+        payloads = [payload for payload in staged if payload is not None]
+        return footprint(*payloads) if payloads else NOTHING
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes by device."""

@@ -25,6 +25,7 @@ class Table:
         order: Keys of the idle seats, oldest first.
         accounts: Charges by a session's serial number.
         losses: Who was lost.
+        parked: How many are parked.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Table:
         self.order = RecencyOrder()
         self.accounts = Accounts()
         self.losses = Losses()
-        self.hits = self.misses = self.evictions = self.parks = self.restores = 0
+        self.hits = self.misses = self.evictions = self.parks = self.restores = self.parked = 0
 
     def arrived(self, key: str) -> Seat | None:
         """The seat of that key, once it is not on its way. Lock held; a wait gives it up meanwhile."""
@@ -115,6 +116,8 @@ class Table:
             del self.seats[key]
             if seat.parked is None:
                 self.order.remove(key)
+            else:
+                self.parked -= 1
             self.accounts.close(seat.session.serial)
             return seat
 
@@ -123,7 +126,7 @@ class Table:
         with self.lock:
             return {
                 "sessions": len(self.seats),
-                "parked_sessions": sum(seat.parked is not None for seat in self.seats.values()),
+                "parked_sessions": self.parked,
                 "hits": self.hits,
                 "misses": self.misses,
                 "evictions": self.evictions,
@@ -137,6 +140,8 @@ class Table:
         """Assert that seats, order and accounts speak of the same sessions. An expensive no-op."""
         with self.lock:
             self.order.check()
+            parked = sum(seat.parked is not None for seat in self.seats.values())
+            assert self.parked == parked, f"{self.parked} sessions are said to be parked, {parked} are"
             idle = {key for key, seat in self.seats.items() if seat.idle}
             assert set(self.order) == idle, "the order is of the idle sessions"
             assert all(key == seat.session.key for key, seat in self.seats.items()), "a session is misfiled"

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 from profiles import count, sized
 
+from vllm_omni_session_state import addresses as addresses_module
 from vllm_omni_session_state import ascending
 from vllm_omni_session_state.ledger import Ledger, UnknownOwnerError
 from vllm_omni_session_state.regions import Region, union
@@ -115,7 +116,8 @@ class LedgerMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True, params=[512, 4], ids="chunks of {}".format)
 def chunk_size(request, monkeypatch):
     """Also with chunks so small that a handful of regions fills several."""
-    monkeypatch.setattr(ascending, "CHUNK", request.param)
+    for module in (addresses_module, ascending):
+        monkeypatch.setattr(module, "CHUNK", request.param)
 
 
 def test_the_books_balance_after_any_charges_and_releases():
