@@ -67,6 +67,18 @@ def test_a_silent_robot_was_hung_up_on_by_the_server(server):
     assert set(SLOW) < set(WAYS)
 
 
+def test_a_rollout_is_freed_at_each_reset_and_goes_on(server):
+    before, cycles = left(server), count(100)
+    rollout = server.rollout()
+    for _ in range(cycles):
+        for _ in range(STEPS):
+            assert rollout.step()[0] == 200
+        rollout.reset()
+        assert nothing(left_in_the_end(server))
+    rollout.close()
+    assert ends_between(before, left(server)) == (cycles, 0)
+
+
 def test_a_rollout_that_many_close_and_reset_at_once_ends_once(server):
     before, cycles = left(server), count(100)
     for _ in range(cycles):
