@@ -223,7 +223,7 @@ def test_the_table_of_requests_fits_a_terminal_and_claims_only_what_was_counted(
         ("a crash", 2, "COULD NOT RUN: it died"),
     ],
 )
-def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, happens, status, says):
+def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, tmp_path, happens, status, says):
     def run_job(job, names, *_, environment, **__):
         if job == "write":
             assert list(names) == list(SCENARIOS)
@@ -246,6 +246,7 @@ def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, happens, status
         yield {"phase": child.STOPPING}
 
     monkeypatch.setattr(command, "run_job", run_job)
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))  # a log is kept where a run failed
     text = io.StringIO()
     assert command.demo(list(SCENARIOS), Console(file=text, width=80, highlight=False)) == status
     assert says in text.getvalue()
