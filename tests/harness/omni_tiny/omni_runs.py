@@ -27,6 +27,7 @@ def write_deploy(
     num_inference_steps: int = 2,
     model_config: dict[str, Any] | None = None,
     cfg_parallel_size: int = 1,
+    executor: str = "mp",
 ) -> Path:
     """Write the deploy YAML of one tiny DreamZero stage.
 
@@ -37,6 +38,7 @@ def write_deploy(
         num_inference_steps: Denoising steps per chunk.
         model_config: More of the stage's free ``model_config``.
         cfg_parallel_size: Worker processes that share the branches of guidance.
+        executor: ``"mp"`` for worker processes, ``"uni"`` for one worker in the engine's own process.
 
     Returns:
         The file.
@@ -64,7 +66,7 @@ def write_deploy(
     deploy = {
         "pipeline": "dreamzero",
         "async_chunk": False,
-        "distributed_executor_backend": "mp",
+        "distributed_executor_backend": executor,
         "dtype": "bfloat16",
         "stages": [stage],
     }
