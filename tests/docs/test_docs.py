@@ -17,11 +17,17 @@ import travel
 import vocabulary
 import yaml
 from pages import DOCS, PAGES, PROJECT, Block
+from profiles import LONG
 
+from vllm_omni_session_state import config
 from vllm_omni_session_state.config import ENV_FLAG, FLAG
+from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.omni import rpc
 
 BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
-EQUALITY, ENABLING, MODELS = (DOCS / f"{name}.md" for name in ("equality", "enabling", "models"))
+EQUALITY, ENABLING, MODELS, BUDGETS, ENDS = (
+    DOCS / f"{name}.md" for name in ("equality", "enabling", "models", "budgets", "ends")
+)
 KNOWN = {"bash", "python", "yaml", "text"}
 
 
@@ -147,7 +153,11 @@ def test_the_flag_in_a_yaml_arrives_in_the_workers_configuration(block, dreamzer
     file = tmp_path / "deploy.yaml"
     model = dreamzero if yaml.safe_load(block.text)["pipeline"] == "dreamzero" else cosmos3
     file.write_text(block.text)
-    assert getattr(travel.worker_config(model, deploy_config=str(file)), FLAG) is True
+    arrived = travel.worker_config(model, deploy_config=str(file))
+    assert getattr(arrived, FLAG) is True
+    settings, complaints = config.resolve(None, {}, options=config.options_of(arrived))
+    assert complaints == ()
+    assert (settings == config.Settings()) is ("session_state" not in block.text)
     without = "".join(line for line in block.text.splitlines(keepends=True) if FLAG not in line)
     assert without != block.text
     file.write_text(without)
@@ -197,7 +207,7 @@ def test_the_flag_travels_as_the_page_says(row, dreamzero, cosmos3, tmp_path, mo
     from vllm_omni.diffusion.data import OmniDiffusionConfig
 
     way, with_deploy, without = row
-    if "environment" in way:  # the worker process inherits it: test_the_ab_run_of_the_docs
+    if "environment" in way:  # the worker process inherits it: test_worker_process.py
         assert (with_deploy, without) == (ARRIVES, ARRIVES)
         return
     if way == f"`OmniDiffusionConfig({FLAG}=True)`":
@@ -226,15 +236,37 @@ def test_the_host_refuses_nonsense_in_a_yaml_in_the_words_of_the_page(dreamzero,
     assert "`Input should be a valid boolean`" in ENABLING.read_text()
 
 
+def test_every_setting_stands_in_a_table_with_its_default():
+    words = {None: "none", False: "off", 0.0: "0"}
+    rows = [*pages.table(BUDGETS, "setting"), *pages.table(ENDS, "setting")]
+    shown = {row[0].strip("`"): re.split("[:`]", row[2].strip("`"))[0] for row in rows}
+    default = config.Settings()
+    assert shown.keys() == set(config._OPTION_NAMES)
+    for name, text in shown.items():
+        value = getattr(default, name)
+        assert text == words.get(value, str(value)), name
+
+
+def test_every_call_and_every_reason_in_the_tables_is_one():
+    assert {row[0].strip("`") for row in pages.table(ENDS, "method")} == set(rpc.METHODS)
+    reasons = {row[0].strip("`").removeprefix("lost:") for row in pages.table(BUDGETS, "figure of `stats()`")}
+    assert reasons == {reason.value for reason in Reason} - {"expired"}  # there is nothing that expires
+
+
 @pytest.mark.host
 def test_the_ab_run_of_the_docs(dreamzero_checkpoint, tmp_path):
-    """The script and the block of commands of the page, as they stand there, on a tiny model."""
+    """The script and the block of commands of the page, as they stand there, on a tiny model.
+
+    Starting up is nearly all of it. In the short run the worker is vLLM-Omni's one for one device, in the
+    engine's own process; that a worker process is given the variable too, `test_worker_process.py` tests.
+    """
     from omni_tiny.omni_runs import write_deploy
 
     (script,) = [block for block in pages.blocks(EQUALITY) if "__main__" in block.text]
     (commands,) = [block for block in pages.blocks(EQUALITY) if "cmp off.txt" in block.text]
     (tmp_path / "ab.py").write_text(script.text)
-    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint)
+    executor = "mp" if LONG else "uni"
+    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint, executor=executor)
     said = shell.run(
         commands.text,
         cwd=tmp_path,
@@ -275,6 +307,7 @@ def test_a_name_that_does_not_exist_is_caught():
         "manager.pyx.py",
         "evict_all()",
         "vllm_omni_session_state.manager.Manager",
-        "tiers/",
+        "tiers/disk.py",
+        "tires/",
     ):
         assert vocabulary.unknown(name), name

@@ -26,6 +26,7 @@ def write_deploy(
     num_inference_steps: int = 2,
     model_config: dict[str, Any] | None = None,
     cfg_parallel_size: int = 1,
+    executor: str = "mp",
 ) -> Path:
     """Write the deploy YAML of one tiny DreamZero stage.
 
@@ -36,6 +37,7 @@ def write_deploy(
         num_inference_steps: Denoising steps per chunk.
         model_config: More of the stage's free ``model_config``.
         cfg_parallel_size: Worker processes that share the branches of guidance.
+        executor: ``"mp"`` for worker processes, ``"uni"`` for one worker in the engine's own process.
 
     Returns:
         The file.
@@ -71,7 +73,7 @@ def write_stage(path: str | Path, pipeline: str, stage: dict[str, Any]) -> Path:
     deploy = {
         "pipeline": pipeline,
         "async_chunk": False,
-        "distributed_executor_backend": "mp",
+        "distributed_executor_backend": executor,
         "dtype": "bfloat16",
         "stages": [{"stage_id": 0, "devices": "0", "max_num_seqs": 1, "enforce_eager": True, **stage}],
     }
