@@ -36,7 +36,8 @@ class Engine:
         assert kwargs == {"only_id": True}
         self.under_way += 1
         self.most_under_way = max(self.under_way, self.most_under_way)
-        await asyncio.sleep(0)
+        for _ in range(5):  # a call lasts longer than it takes others to come
+            await asyncio.sleep(0)
         self.under_way -= 1
         self.calls.append((method, args))
         if self.replies is not None:
