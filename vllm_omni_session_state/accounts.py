@@ -22,18 +22,55 @@ from vllm_omni_session_state.ledger import Ledger
 from vllm_omni_session_state.regions import Region
 
 
+class _Late:
+    """A ledger that is brought up to date when somebody asks it.
+
+    Sessions come and go in it at every step, and only who enforces a budget asks.
+    """
+
+    __slots__ = ("_later", "_ledger")
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+        self._later: dict[int, tuple[Region, ...] | None] = {}  # ``None``: to be released
+
+    def __contains__(self, owner: int) -> bool:
+        return self._later[owner] is not None if owner in self._later else owner in self._ledger
+
+    def charge(self, owner: int, regions: tuple[Region, ...]) -> None:
+        """As the ledger's, later."""
+        self._later[owner] = regions
+
+    def release(self, owner: int) -> None:
+        """As the ledger's, later."""
+        self._later[owner] = None
+
+    def forget(self, owner: int) -> None:
+        """Release an owner that does not come back, if it is there, now."""
+        self._later.pop(owner, None)
+        if owner in self._ledger:
+            self._ledger.release(owner)
+
+    def told(self) -> Ledger:
+        """The ledger, up to date."""
+        while self._later:
+            owner, regions = self._later.popitem()
+            if regions is not None:
+                self._ledger.charge(owner, regions)
+            elif owner in self._ledger:
+                self._ledger.release(owner)
+        return self._ledger
+
+
 class Accounts:
     """The charges of a manager's sessions."""
 
-    __slots__ = ("_detached", "_ended", "_host", "_idle", "_later", "_outside", "_staged", "_table")
+    __slots__ = ("_detached", "_ended", "_host", "_idle", "_outside", "_staged", "_table")
 
     def __init__(self) -> None:
         self._table = Ledger()
-        self._idle = Ledger()
-        # What the idle ledger has not been told yet: only who enforces a budget asks it, and a session comes
-        # and goes there at every step. ``None``: it is in use.
-        self._later: dict[int, tuple[Region, ...] | None] = {}
-        self._host = Ledger()
+        self._idle = _Late()
+        self._host = _Late()
         self._detached = Ledger()
         self._staged = Ledger()
         self._outside = Ledger()
@@ -41,9 +78,8 @@ class Accounts:
 
     def open(self, owner: int) -> None:
         """A session of the table begins, holding nothing."""
-        for ledger in (self._table, self._host, self._staged):
+        for ledger in (self._table, self._idle, self._host, self._staged):
             ledger.charge(owner, ())
-        self._later[owner] = ()
 
     def settle(
         self,
@@ -65,8 +101,8 @@ class Accounts:
         if owner in self._table:
             self._table.charge(owner, device + host if host else device)
             self._host.charge(owner, host)
-            if self._later.get(owner, () if owner in self._idle else None) is not None:
-                self._later[owner] = device
+            if owner in self._idle:
+                self._idle.charge(owner, device)
         elif owner in self._detached:
             self._detached.charge(owner, device + host if host else device)
         else:
@@ -75,23 +111,23 @@ class Accounts:
 
     def lease(self, owner: int) -> None:
         """Somebody uses a session: it is no candidate to leave the device."""
-        self._later[owner] = None
+        self._idle.release(owner)
 
     def idle(self, owner: int, device: tuple[Region, ...]) -> None:
         """Nobody uses a session any more."""
-        self._later[owner] = device
+        self._idle.charge(owner, device)
 
     def idle_nbytes(self) -> int:
         """Bytes on the device of the sessions that nobody uses."""
-        return sum(self._told_idle().nbytes_by_device().values())
+        return sum(self._idle.told().nbytes_by_device().values())
 
     def freed_without(self, owners: Iterable[int]) -> int:
         """Bytes that would leave the device if all of these idle sessions did."""
-        return sum(self._told_idle().freed_without(owners).values())
+        return sum(self._idle.told().freed_without(owners).values())
 
     def host_nbytes(self) -> int:
         """Bytes in host memory by role, of all sessions of the table."""
-        return sum(self._host.nbytes_by_device().values())
+        return sum(self._host.told().nbytes_by_device().values())
 
     def detach(self, owner: int, session: object) -> None:
         """A session leaves the table; its charge lives on for as long as somebody holds it."""
@@ -130,31 +166,20 @@ class Accounts:
     def check(self, owners: Iterable[int], *, idle: AbstractSet[int]) -> None:
         """Assert that every ledger is sound, the table's of exactly these owners, the idle one of these."""
         self._close_ended()
-        self._told_idle()
-        for ledger in (self._table, self._idle, self._host, self._detached, self._staged, self._outside):
+        on_host, on_device = self._host.told(), self._idle.told()
+        for ledger in (self._table, on_device, on_host, self._detached, self._staged, self._outside):
             ledger.check()
-        assert set(self._host.owners()) == set(self._table.owners()), "host bytes of nobody"
-        assert set(self._idle.owners()) == idle, "idle bytes of nobody"
+        assert set(on_host.owners()) == set(self._table.owners()), "host bytes of nobody"
+        assert set(on_device.owners()) == idle, "idle bytes of nobody"
         assert set(self._table.owners()) == set(owners), (
             "the ledger and the table speak of different sessions"
         )
         everybody = {*self._table.owners(), *self._detached.owners()}
         assert set(self._staged.owners()) == everybody, "staged bytes of nobody"
 
-    def _told_idle(self) -> Ledger:
-        while self._later:
-            owner, device = self._later.popitem()
-            if device is not None:
-                self._idle.charge(owner, device)
-            elif owner in self._idle:
-                self._idle.release(owner)
-        return self._idle
-
     def _forget(self, owner: int) -> dict[str, int]:
-        self._later.pop(owner, None)
-        if owner in self._idle:
-            self._idle.release(owner)
-        self._host.release(owner)
+        self._idle.forget(owner)
+        self._host.forget(owner)
         return self._table.release(owner)
 
     def _close_ended(self) -> None:

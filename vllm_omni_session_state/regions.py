@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HOST = "cpu"
 """The device name of pageable host memory."""
@@ -74,7 +74,10 @@ def union(regions: Iterable[tuple[str, int, int]]) -> Union:
             stop = max(stop, start + nbytes)
         else:
             device, stop = here, start + nbytes
-    return Union(map(as_region, ordered) if apart else _merged(ordered))
+    if not apart:
+        return Union(_merged(ordered))
+    made: Iterable[Any] = ordered
+    return Union(made if ordered and type(ordered[0]) is Region else map(as_region, ordered))
 
 
 def _merged(ordered: list[tuple[str, int, int]]) -> Iterator[Region]:
