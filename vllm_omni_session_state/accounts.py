@@ -25,7 +25,8 @@ from vllm_omni_session_state.regions import Region
 class _Late:
     """A ledger that is brought up to date when somebody asks it.
 
-    Sessions come and go in it at every step, and only who enforces a budget asks.
+    Sessions come and go in it at every step, and only who enforces a budget asks; asking changes it, so it
+    wants the lock as well.
     """
 
     __slots__ = ("_later", "_ledger")

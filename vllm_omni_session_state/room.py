@@ -93,7 +93,9 @@ class Room:
         tried: set[str] = set()
         while self.tier is not None and (seat := self._choose(tried, newcomers=0)) is not None:
             self._send_away(seat, self.tier, on_host)
-        if tried and (over := self._excess()) > 0:
+        with self._table.lock:
+            over = self._excess() if tried else 0
+        if over > 0:
             say_once(
                 logging.WARNING,
                 ("overrun",),
@@ -152,7 +154,9 @@ class Room:
         host: tuple[Region, ...] = ()
         try:
             self._permit(session)
-            parked = park(session, tier, on_host=on_host, live_nbytes=table.accounts.host_nbytes())
+            with table.lock:
+                live_nbytes = table.accounts.host_nbytes()
+            parked = park(session, tier, on_host=on_host, live_nbytes=live_nbytes)
             device = footprint(*parked.alive.values()).regions
             host = footprint(parked.parcel.slab, *session.away()).regions
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then

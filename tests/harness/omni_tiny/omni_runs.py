@@ -57,16 +57,19 @@ def write_deploy(
         stage["parallel_config"] = {"tensor_parallel_size": 1, "cfg_parallel_size": cfg_parallel_size}
     if flag is not None:
         stage["enable_session_state_manager"] = flag
-    return write_stage(path, "dreamzero", stage)
+    return write_stage(path, "dreamzero", stage, executor=executor)
 
 
-def write_stage(path: str | Path, pipeline: str, stage: dict[str, Any]) -> Path:
+def write_stage(
+    path: str | Path, pipeline: str, stage: dict[str, Any], *, executor: str = "mp"
+) -> Path:
     """Write the deploy YAML of one bfloat16 stage with a worker process; returns the file.
 
     Args:
         path: The file.
         pipeline: The host's name of the topology.
         stage: What is particular to it.
+        executor: ``"mp"`` for worker processes, ``"uni"`` for one worker in the engine's own process.
     """
     import yaml
 
