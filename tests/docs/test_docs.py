@@ -157,7 +157,7 @@ def test_the_flag_in_a_yaml_arrives_in_the_workers_configuration(block, dreamzer
     assert getattr(arrived, FLAG) is True
     settings, complaints = config.resolve(None, {}, options=config.options_of(arrived))
     assert complaints == ()
-    assert (settings == config.Settings()) is ("session_state" not in block.text)
+    assert (settings == config.Settings()) is ("session_state:" not in block.text)
     without = "".join(line for line in block.text.splitlines(keepends=True) if FLAG not in line)
     assert without != block.text
     file.write_text(without)
@@ -237,14 +237,14 @@ def test_the_host_refuses_nonsense_in_a_yaml_in_the_words_of_the_page(dreamzero,
 
 
 def test_every_setting_stands_in_a_table_with_its_default():
-    words = {None: "none", False: "off", 0.0: "0"}
     rows = [*pages.table(BUDGETS, "setting"), *pages.table(ENDS, "setting")]
     shown = {row[0].strip("`"): re.split("[:`]", row[2].strip("`"))[0] for row in rows}
     default = config.Settings()
     assert shown.keys() == set(config._OPTION_NAMES)
     for name, text in shown.items():
         value = getattr(default, name)
-        assert text == words.get(value, str(value)), name
+        word = "none" if value is None else "off" if value is False else value
+        assert text == (f"{word:g}" if isinstance(word, float) else str(word)), name
 
 
 def test_every_call_and_every_reason_in_the_tables_is_one():

@@ -15,6 +15,10 @@ from pathlib import Path
 
 from pages import PROJECT
 
+from vllm_omni_session_state import config
+from vllm_omni_session_state.config import ENV_FLAG
+from vllm_omni_session_state.ids import ENV_KEY
+
 PACKAGE = PROJECT / "vllm_omni_session_state"
 HOST_FILES = (
     "diffusion/data.py",
@@ -33,7 +37,10 @@ HOST_FILES = (
     "plugins/__init__.py",
 )
 OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", "OMP_NUM_THREADS", *dir(dict)})
-NONSENSE = frozenset({"maybe"})
+VARIABLES = frozenset({ENV_KEY, *(f"{ENV_FLAG}_{name.upper()}" for name in config._OPTION_NAMES)})
+"""Settings as variables, of which the code builds the names."""
+
+NONSENSE = frozenset({"maybe", "lots"})
 """What a page shows as a value that is not understood."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -90,7 +97,8 @@ SCRIPTS = frozenset({"ab.py"})
 
 def _known(word: str) -> bool:
     field = re.sub(r"^stage_\d+_", "", word)  # how the host spells a stage's field as a keyword argument
-    return any(field in known for known in (ours(), hosts(), OTHERS, NONSENSE)) or hasattr(builtins, field)
+    known = (ours(), hosts(), OTHERS, VARIABLES, NONSENSE)
+    return any(field in names for names in known) or hasattr(builtins, field)
 
 
 def _unknown_dotted(name: str) -> str | None:
