@@ -60,9 +60,7 @@ def write_deploy(
     return write_stage(path, "dreamzero", stage, executor=executor)
 
 
-def write_stage(
-    path: str | Path, pipeline: str, stage: dict[str, Any], *, executor: str = "mp"
-) -> Path:
+def write_stage(path: str | Path, pipeline: str, stage: dict[str, Any], *, executor: str = "mp") -> Path:
     """Write the deploy YAML of one bfloat16 stage with a worker process; returns the file.
 
     Args:
