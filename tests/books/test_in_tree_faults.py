@@ -1,14 +1,23 @@
-"""What the in-tree accounting of vLLM-Omni gets wrong about bytes, row by row, as it must be."""
+"""What the in-tree accounting of vLLM-Omni gets wrong about bytes, row by row, as it must be.
+
+The rows of `benchmarks.in_tree_faults` are run on our manager and on the host's; below, the same of the walk
+and the ledger alone.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.in_tree_faults import ROWS, in_tree, ours
 from vllm_omni_session_state.footprint import footprint, register_children
 from vllm_omni_session_state.ledger import Ledger
 
@@ -27,6 +36,18 @@ CASES = {
     "sparse tensor": (lambda: torch.eye(3).to_sparse(), 3 * 16 + 3 * 4),
     "view of a view": (lambda: np.zeros(100, np.uint8).view(np.matrix)[:, :10].view(np.ndarray), 100),
 }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_our_manager_gets_the_row_right(row):
+    assert row.run(ours) == row.right
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_in_tree_manager_gets_the_row_wrong(row):
+    """Else the row is no fault any more and leaves the table."""
+    assert row.figure(in_tree) != row.right
 
 
 @pytest.mark.parametrize("name", CASES)
