@@ -174,6 +174,14 @@ class SessionStateManager:
             self._table.accounts.settle(
                 session.serial, device=device.regions, host=host.regions, staged=staged.regions
             )
+        for kind in device.opaque | host.opaque | staged.opaque:
+            say_once(
+                logging.WARNING,
+                ("opaque", kind),
+                "a session holds a %s: what is inside it cannot be seen and counts as 0 bytes; "
+                "footprint.register_children() opens a type",
+                kind,
+            )
         if self.declaration is not None and device.nbytes > self.declaration.device_nbytes:
             say_once(
                 logging.WARNING,
