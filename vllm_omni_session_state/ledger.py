@@ -93,11 +93,9 @@ class Ledger:
 
     def regions(self, owner: Hashable) -> tuple[Region, ...]:
         """What ``owner`` is charged for: disjoint, sorted. Raises UnknownOwnerError."""
-        if owner not in self._charges:
-            raise UnknownOwnerError(owner)
         return tuple(
             Region(name, start, stop - start)
-            for name, spans in self._charges[owner].items()
+            for name, spans in self._charge_of(owner).items()
             for start, stop in spans.items()
         )
 
@@ -122,13 +120,14 @@ class Ledger:
         reached: dict[tuple[str, int], int] = {}
         freed: dict[str, int] = {}
         for owner in set(owners):
-            for name, start, nbytes in self.regions(owner):
-                for address, length, cover in self._devices[name].stretches(start, start + nbytes):
-                    times = reached.get((name, address), 0) + 1
-                    if times == cover:
-                        freed[name] = freed.get(name, 0) + length
-                    elif cover > 1:
-                        reached[name, address] = times
+            for name, spans in self._charge_of(owner).items():
+                for start, stop in spans.items():
+                    for address, length, cover in self._devices[name].stretches(start, stop):
+                        times = reached.get((name, address), 0) + 1
+                        if times == cover:
+                            freed[name] = freed.get(name, 0) + length
+                        elif cover > 1:
+                            reached[name, address] = times
         return freed
 
     def check(self) -> None:
@@ -142,6 +141,12 @@ class Ledger:
         assert charged.keys() == self._devices.keys(), f"devices {set(self._devices)}, charged {set(charged)}"
         for name, device in self._devices.items():
             device.check(charged[name])
+
+    def _charge_of(self, owner: Hashable) -> _Spans:
+        try:
+            return self._charges[owner]
+        except KeyError:
+            raise UnknownOwnerError(owner) from None
 
     def _replace(self, old: _Spans, new: _Spans) -> None:
         for name in {**old, **new}:
