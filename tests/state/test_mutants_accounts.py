@@ -1,0 +1,194 @@
+"""The suite can fail: each mistake that the books could make is caught by a test of this folder."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import test_accounts as accounts_tests
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from vllm_omni_session_state import SessionStateManager, accounts, ledger
+from vllm_omni_session_state.accounts import Accounts
+from vllm_omni_session_state.addresses import AddressSpace
+from vllm_omni_session_state.ledger import Ledger
+from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.tangle import Tangle
+
+FEW = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def any_life_of_sessions():
+    run_state_machine_as_test(accounts_tests.AccountsMachine, settings=FEW)
+
+
+def a_detached_session():
+    accounts_tests.test_a_detached_session_is_counted_until_nobody_holds_it_without_the_garbage_collector()
+
+
+def values_in_both_roles():
+    """A session with a value on the host and one on the device, one of them over part of the other."""
+    manager = SessionStateManager(
+        declaration=Declaration(device_nbytes=1000, host_fields=frozenset({"film"}))
+    )
+    whole = torch.zeros(100, dtype=torch.uint8)
+    with manager.lease("a") as session:
+        session.attrs["film"] = torch.from_numpy(whole.numpy()[10:40])
+        session.attrs["latents"] = torch.from_numpy(whole.numpy()[30:70])
+    assert manager.stats()["total_nbytes"] == 60
+    manager.check()
+    with manager.lease("b") as session:
+        session.attrs["latents"] = torch.from_numpy(whole.numpy()[35:45])
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (60, 10)
+    manager.check()
+    with manager.lease("c") as session:
+        session.attrs["latents"] = torch.from_numpy(whole.numpy()[65:80])
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (70, 15)
+    manager.check()
+    manager.drop_session("a")
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (25, 0)
+    manager.check()
+
+
+def what_the_host_keeps():
+    manager = SessionStateManager()
+    for size in (10, 20, 5):
+        kept = torch.zeros(size, dtype=torch.uint8)
+        manager.charge_outside("copy", [kept])
+        assert (manager.stats()["outside"], manager.stats()["total_nbytes"]) == (size, 0)
+    manager.charge_outside("copy")
+    assert manager.stats()["outside"] == 0
+
+
+def detach_releases_nothing():
+    def detach(self, owner, session):
+        self._detached.charge(owner, self._table.regions(owner))
+        accounts.weakref.finalize(session, self._ended.append, owner).atexit = False
+
+    return mock.patch.object(Accounts, "detach", detach)
+
+
+def detach_charges_nobody():
+    def detach(self, owner, session):
+        self._detached.charge(owner, ())
+        self._forget(owner)
+        accounts.weakref.finalize(session, self._ended.append, owner).atexit = False
+
+    return mock.patch.object(Accounts, "detach", detach)
+
+
+def finalize_is_lost():
+    return mock.patch.object(accounts.weakref, "finalize", mock.MagicMock())
+
+
+def settle_forgets_what_is_staged():
+    settle = Accounts.settle
+
+    def forgetful(self, owner, *, staged=(), **held):
+        settle(self, owner, staged=(), **held)
+
+    return mock.patch.object(Accounts, "settle", forgetful)
+
+
+def settle_forgets_the_host():
+    settle = Accounts.settle
+
+    def forgetful(self, owner, *, host=(), **held):
+        settle(self, owner, host=(), **held)
+
+    return mock.patch.object(Accounts, "settle", forgetful)
+
+
+def settle_never_runs():
+    return mock.patch.object(SessionStateManager, "settle", return_value=())
+
+
+def contents_without_the_objects():
+    return mock.patch.object(SessionState, "contents", lambda self, **_: list(self.attrs.values()))
+
+
+def close_keeps_what_is_staged():
+    return mock.patch.object(Accounts, "close", Accounts._forget)
+
+
+def close_keeps_the_charge():
+    return mock.patch.object(Accounts, "close", lambda self, owner: self._staged.release(owner))
+
+
+def a_dropped_session_stays_idle():
+    return mock.patch.object(accounts._Late, "forget", return_value=None)
+
+
+def shared_bytes_count_twice():
+    return mock.patch.object(AddressSpace, "total", property(lambda self: self._total + self.shared))
+
+
+def a_charge_is_added_to_the_last():
+    replace = Ledger._replace
+    return mock.patch.object(Ledger, "_replace", lambda self, old, new: replace(self, {}, new))
+
+
+def overlaps_within_one_session_count_twice():
+    def apart(regions):
+        return tuple(sorted(set(regions)))
+
+    return mock.patch.object(ledger, "union", apart)
+
+
+def overlaps_between_sessions_are_not_looked_for():
+    return mock.patch.object(Tangle, "reaches", return_value=False)
+
+
+def what_is_outside_adds_up():
+    charge = Accounts.charge_outside
+
+    def another(self, name, regions):
+        charge(self, f"{name} {len(self._outside.owners())}", regions)
+
+    return mock.patch.object(Accounts, "charge_outside", another)
+
+
+CAUGHT_BY = {
+    detach_releases_nothing: a_detached_session,
+    detach_charges_nobody: a_detached_session,
+    finalize_is_lost: a_detached_session,
+    settle_forgets_what_is_staged: any_life_of_sessions,
+    settle_forgets_the_host: values_in_both_roles,
+    settle_never_runs: any_life_of_sessions,
+    contents_without_the_objects: any_life_of_sessions,
+    close_keeps_what_is_staged: any_life_of_sessions,
+    close_keeps_the_charge: any_life_of_sessions,
+    a_dropped_session_stays_idle: any_life_of_sessions,
+    shared_bytes_count_twice: any_life_of_sessions,
+    a_charge_is_added_to_the_last: any_life_of_sessions,
+    overlaps_within_one_session_count_twice: values_in_both_roles,
+    overlaps_between_sessions_are_not_looked_for: values_in_both_roles,
+    what_is_outside_adds_up: what_the_host_keeps,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """Evictions are said at WARNING; here there are many."""
+    caplog.set_level("CRITICAL", logger="vllm_omni.session_state")
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(CAUGHT_BY.values()), ids=lambda check: check.__name__)
+def test_without_a_mistake_the_check_passes(check):
+    check()
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY, ids=lambda mutant: mutant.__name__)
+def test_the_mutant_is_caught(mutant, capsys):
+    with mutant(), pytest.raises(AssertionError):
+        CAUGHT_BY[mutant]()
