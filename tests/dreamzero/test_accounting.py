@@ -187,6 +187,7 @@ class Fields:
 
 
 def test_a_value_that_holds_the_pipeline_counts_none_of_its_weights(driver, caplog):
+    caplog.set_level(logging.INFO, logger="vllm_omni.session_state")
     pipeline = driver.pipeline
     weights = sum(parameter.nbytes for parameter in pipeline.parameters())
     latents = torch.zeros(10)

@@ -19,7 +19,7 @@ TEXT_DIM = 32
 VIEW_SIZE = (16, 32)
 """Height and width in pixels of one camera view; four are stitched, and a latent is an eighth of that."""
 
-MODEL_OWNED_BYTES = 1 << 20
+MODEL_OWNED_BYTES = 2 << 20
 """What the runner sets aside per session for state outside its KV pool."""
 
 LASTS_S = "omni_tiny/lasts_s"
