@@ -7,6 +7,7 @@ name. The server is several processes; nothing of them is in reach here but what
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -112,6 +113,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - it makes one system call
             )
         try:
             self._await_health()
@@ -192,6 +194,12 @@ class Server:
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
+
+
+def _die_with_parent() -> None:
+    """In the server's process: end with the one that started it, however that ended."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _free_port() -> int:
