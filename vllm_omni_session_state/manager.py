@@ -22,7 +22,7 @@ from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSI
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import NOTHING, footprint
-from vllm_omni_session_state.ids import find, session_key, shown
+from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.losses import Reason
@@ -242,12 +242,6 @@ class SessionStateManager:
         with self._table.lock:
             seat = self._table.seats.get(key)
             return None if seat is None else seat.session
-
-    def find(self, name: str | None) -> str | None:
-        """The key of the session that ``name`` means, an id or one as it is shown, or ``None``."""
-        with self._table.lock:
-            keys = list(self._table.seats)
-        return find(name, keys)
 
     def keys(self) -> tuple[str, ...]:
         """The key of every session: parked ones, then idle ones by last use, then those in use."""

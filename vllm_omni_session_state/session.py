@@ -114,7 +114,7 @@ class SessionState:
     def let_go(self, part: dict[str, dict[str, object]]) -> None:
         """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch."""
         for name in part["objects"]:
-            self._objects[name].evict()
+            self._objects[name]._release()  # noqa: SLF001 - not evict(): what is freed is judged for all at once
         for name in part["attrs"]:
             self.attrs[name] = None  # its place in the order stays
         self._away = (self.attrs, self._objects)

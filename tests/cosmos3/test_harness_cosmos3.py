@@ -12,25 +12,14 @@ import weakref
 
 import pytest
 import torch
+from kinds import SERVED, equal
 from omni_tiny.checkpoint.cosmos3 import write_cosmos3
 from omni_tiny.cosmos3 import FLAG_VARIABLE, TinyCosmos3
-from omni_tiny.cosmos3_requests import ACTION_KINDS, SERVES, cosmos3_request
+from omni_tiny.cosmos3_requests import SERVES, cosmos3_request
 from omni_tiny.lockstep import Lockstep
 from omni_tiny.ranks import RankFailedError, run_in_ranks
 
 pytestmark = pytest.mark.host
-
-# The action checkpoint serves the regular kinds by the regular code: one of them is enough.
-SERVED = [
-    (variant, kind)
-    for variant, kinds in SERVES.items()
-    for kind in kinds
-    if variant != "action" or kind in {"t2v", *ACTION_KINDS}
-]
-
-
-def equal(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from kinds import SERVED, equal
 from omni_tiny.cosmos3 import TinyCosmos3
-from omni_tiny.cosmos3_requests import ACTION_KINDS, SERVES
+from omni_tiny.cosmos3_requests import SERVES
 from omni_tiny.ranks import run_in_ranks
 
 from vllm_omni_session_state import SessionStateManager
@@ -18,18 +19,7 @@ from vllm_omni_session_state.release import Watch
 
 pytestmark = pytest.mark.host
 
-# The action checkpoint serves the regular kinds by the regular code: one of them is enough.
-SERVED = [
-    (variant, kind)
-    for variant, kinds in SERVES.items()
-    for kind in kinds
-    if variant != "action" or kind in {"t2v", *ACTION_KINDS}
-]
 WORDS = [{"prompt": "a red cube"}, {"prompt": "a ball in the rain", "seed": 5}]
-
-
-def equal(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,8 @@
 """The manager-backed path equals the bespoke one to the bit, on the real host."""
 
-import os
-
 import pytest
 from lockstep import scenario
-
-LONG = os.environ.get("SESSION_STATE_LONG", "0") == "1"
+from profiles import LONG
 
 pytestmark = pytest.mark.host
 

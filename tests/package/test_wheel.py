@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from profiles import LONG
 
 PROJECT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def test_in_a_clean_environment_the_plugin_is_found_and_importing_takes_no_torch
     assert out.split("\n")[:2] == ["session_state vllm_omni_session_state.plugin:register", "False"]
 
 
-@pytest.mark.skipif(os.environ.get("SESSION_STATE_LONG", "0") != "1", reason="installs torch: long run only")
+@pytest.mark.skipif(not LONG, reason="installs torch: long run only")
 def test_with_its_dependencies_in_a_clean_environment_pip_check_is_clean(wheel, tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)

@@ -14,9 +14,9 @@ from typing import Any
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.omni.attach import attach
 from vllm_omni_session_state.omni.imports import when_imported
-from vllm_omni_session_state.omni.seams import LOADER_CLASS, LOADER_METHOD, LOADER_MODULE
+from vllm_omni_session_state.omni.seams import LOADER_CLASS, LOADER_METHOD, LOADER_MODULE, MARK
 
-_MARK = "__session_state_wrapper__"
+_MARK = MARK
 
 
 def install() -> None:

@@ -17,7 +17,7 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
 
-_MARK = "__session_state_wrapper__"
+_MARK = seams.MARK
 _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD_EXCEPTION}
 
 

@@ -15,6 +15,9 @@ from types import ModuleType
 from vllm_omni_session_state.errors import SeamMismatchError
 
 LOADER_MODULE = "vllm_omni.diffusion.model_loader.diffusers_loader"
+MARK = "__session_state_wrapper__"
+"""Attribute of every function that this plugin puts around one of the host's."""
+
 LOADER_CLASS = "DiffusersPipelineLoader"
 LOADER_METHOD = "load_model"
 """Of this one only the name is relied on: its wrapper hands every argument through."""

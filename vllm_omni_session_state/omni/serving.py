@@ -26,7 +26,7 @@ from vllm_omni_session_state.omni.ends import Ends
 from vllm_omni_session_state.omni.imports import when_imported
 from vllm_omni_session_state.omni.workers import Workers
 
-_MARK = "__session_state_wrapper__"
+_MARK = seams.MARK
 _ENDS = "_session_state_ends"
 """Attribute of a serving object of the host: the live sessions behind it."""
 
