@@ -6,6 +6,7 @@ One thread everywhere, also in child processes: one and two threads give differe
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import tempfile
@@ -47,3 +48,10 @@ def dreamzero_checkpoint():
         prefix="tiny-dreamzero-", dir=shared_memory if shared_memory.is_dir() else None
     ) as folder:
         yield write_dreamzero(folder)
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_reach_the_tests(monkeypatch):
+    """The host, once some part of it is imported, keeps its log lines from the root, where tests listen."""
+    for name in ("vllm", "vllm_omni"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
