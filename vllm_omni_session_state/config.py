@@ -31,6 +31,7 @@ DEFAULT_MAX_PARKED = 4096
 _OPTION_NAMES = (
     "device_budget",
     "host_budget",
+    "idle_park_s",
     "max_parked",
     "on_lost",
     "show_ids",
@@ -59,6 +60,7 @@ class Settings:
         max_sessions: Sessions kept in the table, at least 1; beyond it the least recently used leaves.
         device_budget: What idle sessions may hold on the device; ``None``: any.
         host_budget: What sessions may hold in host memory, live and parked; ``None``: nothing is parked.
+        idle_park_s: Seconds after its last step when a served session is parked; 0 parks none for its age.
         max_parked: Sessions parked at once.
         on_lost: ``"warn"``, or ``"error"``: refuse a new session rather than lose another.
         show_ids: Whether logs and listings show session ids in the clear.
@@ -71,6 +73,7 @@ class Settings:
     max_sessions: int = DEFAULT_MAX_SESSIONS
     device_budget: Size | None = None
     host_budget: Size | None = None
+    idle_park_s: float = 0.0
     max_parked: int = DEFAULT_MAX_PARKED
     on_lost: Literal["warn", "error"] = "warn"
     show_ids: bool = False
@@ -169,6 +172,7 @@ def resolve(
         max_sessions=_max_sessions(environ, complaints),
         device_budget=option("device_budget", _size, default=None),
         host_budget=option("host_budget", _size, default=None),
+        idle_park_s=option("idle_park_s", _seconds, default=0.0),
         max_parked=option("max_parked", _count, default=DEFAULT_MAX_PARKED),
         on_lost=option("on_lost", _on_lost, default="warn"),
         show_ids=option("show_ids", _switch, default=False),

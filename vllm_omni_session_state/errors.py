@@ -94,6 +94,20 @@ class TierFullError(SessionStateError):
         super().__init__(f"the {tier} tier has {room} bytes left and {wanted} are wanted; raise {setting}")
 
 
+class CannotParkError(SessionStateError):
+    """A session cannot leave the device as things are; nothing has changed.
+
+    Attributes:
+        session: The session's shown id.
+        why: What keeps it there.
+    """
+
+    def __init__(self, session: str, why: object) -> None:
+        self.session = session
+        self.why = why
+        super().__init__(f"session {session} stays on the device: {why}")
+
+
 class SessionParkedError(SessionStateError, RuntimeError):
     """The state of a parked session was touched without a lease, which would have brought it back.
 

@@ -27,7 +27,7 @@ from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.regions import Region
-from vllm_omni_session_state.room import Room
+from vllm_omni_session_state.room import Exchange, Room
 from vllm_omni_session_state.session import Declaration, SessionState
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.host import HostTier
@@ -46,6 +46,8 @@ class SessionStateManager:
         max_parked: Sessions that may be parked at once.
         on_lost: With ``"error"`` a new session is refused rather than another one lost, and a step of a
             lost session raises; with ``"warn"`` either is counted and said.
+        exchange: How the ranks of one model tell each other how a restore went; ``None`` where there is one
+            rank. With it, what is parked follows from the order of requests and from what is declared.
 
     Raises:
         ValueError: For a ``max_sessions`` that is not a positive whole number.
@@ -60,12 +62,12 @@ class SessionStateManager:
         tier: HostTier | None = None,
         max_parked: int = DEFAULT_MAX_PARKED,
         on_lost: Literal["warn", "error"] = "warn",
+        exchange: Exchange | None = None,
     ) -> None:
         if type(max_sessions) is not int or max_sessions < 1:
             raise ValueError(
                 f"max_sessions={max_sessions!r} keeps no session; set {ENV_MAX_SESSIONS} to 1 or more"
             )
-        self.declaration = declaration
         self._table = Table()
         self.room = Room(
             self._table,
@@ -74,7 +76,18 @@ class SessionStateManager:
             tier=tier,
             max_parked=max_parked,
             on_lost=on_lost,
+            exchange=exchange,
         )
+        self.declaration = declaration
+
+    @property
+    def declaration(self) -> Declaration | None:
+        """What the model declared of one session."""
+        return self.room.declaration
+
+    @declaration.setter
+    def declaration(self, declaration: Declaration | None) -> None:
+        self.room.declaration = declaration
 
     @contextmanager
     def lease(self, session_id: str | None) -> Iterator[SessionState]:
@@ -96,7 +109,7 @@ class SessionStateManager:
             self._end_lease(seat)
             raise
         self._end_lease(seat)
-        self.room.enforce(self._on_host)
+        self.room.enforce()
 
     def get_or_create_session(self, session_id: str | None) -> SessionState:
         """The session of that id, made the most recently used one; a new empty one where there is none.
@@ -126,6 +139,18 @@ class SessionStateManager:
         if not ready:
             self._end_lease(self._find(key, lease=True, count=False))
 
+    def park(self, session_id: str | None) -> bool:
+        """Park a session that nobody uses, also while the budgets have room for it.
+
+        Returns:
+            Whether it is parked now; one that is in use or not there is not.
+
+        Raises:
+            TypeError: For an id that is no string.
+            CannotParkError: It stays on the device, and the error says why.
+        """
+        return self.room.send(session_key(session_id))
+
     def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
         """The seat of a session that is on the device; waits, restores and makes room as it must."""
         table = self._table
@@ -148,7 +173,7 @@ class SessionStateManager:
             if seat is not None:
                 self.room.bring_back(seat)
                 return seat
-            self.room.make(self._on_host)
+            self.room.make()
 
     def _end_lease(self, seat: Seat) -> None:
         """Never raises but for an end too many: it runs after a forward's own body."""
@@ -156,17 +181,13 @@ class SessionStateManager:
         if self._table.end_lease(seat, device):
             self.drop_session(seat.session.key)
 
-    @property
-    def _on_host(self) -> frozenset[str]:
-        return frozenset() if self.declaration is None else self.declaration.host_fields
-
     def settle(self, session: SessionState) -> tuple[Region, ...]:
         """Charge a session for what it holds now. Never raises: it runs after a forward's own body.
 
         Returns:
             What it holds on the device.
         """
-        on_host = self._on_host
+        on_host = self.room.on_host
         device = footprint(*session.contents(without=on_host))
         host = footprint(*session.contents(only=on_host)) if on_host else NOTHING
         staged = session.staged_footprint()

@@ -11,7 +11,7 @@ another kind) stays in the skeleton as it is, with whatever it holds.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ import torch
 _DEPTH = 100
 """Levels of nesting that are taken apart; what lies deeper stays whole. It bounds the recursion."""
 
+
+Storages = Sequence[torch.UntypedStorage] | Mapping[int, torch.UntypedStorage]
+"""Storages by the index that slots name them by."""
 
 _CONTAINERS = (list, deque, dict, tuple)
 
@@ -78,7 +81,7 @@ def pack(tree: object, *, take: Callable[[torch.UntypedStorage], bool]) -> Packe
     return Packed(walk.visit(tree, 0), walk.storages)
 
 
-def unpack(skeleton: Any, storages: Sequence[torch.UntypedStorage]) -> Any:
+def unpack(skeleton: Any, storages: Storages) -> Any:
     """Put a tree together again.
 
     Args:
@@ -151,7 +154,7 @@ class _Packing:
 
 
 class _Unpacking:
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._done: dict[int, Any] = {}
 

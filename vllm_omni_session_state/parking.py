@@ -29,13 +29,13 @@ class Parked:
 
     Attributes:
         skeleton: Its device part without the bytes.
-        parcel: The bytes, in the tier.
-        alive: Storages that live on outside, by their index; they are held here.
+        parcel: The bytes, in the tier; ``None`` where all of them stayed on the device.
+        alive: Storages that are still on the device, by their index; they are held here.
         nbytes: Bytes that left the device.
     """
 
     skeleton: Any
-    parcel: Parcel
+    parcel: Parcel | None
     alive: dict[int, torch.UntypedStorage]
     nbytes: int
 
@@ -61,17 +61,24 @@ def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], li
     return _judge(packed, parcel)
 
 
-def restore(session: SessionState, parked: Parked, tier: HostTier) -> None:
-    """Bring a session's device part back; the parcel is dropped.
+def park_in_place(session: SessionState, *, on_host: AbstractSet[str]) -> Parked:
+    """Park a session without moving a byte: where several ranks park and this one cannot move its part."""
+    part = session.part(without=on_host)
+    packed = pack(part, take=lambda _: True)
+    session.let_go(part)
+    return Parked(packed.skeleton, None, dict(enumerate(packed.storages)), 0)
+
+
+def fetch(parked: Parked, tier: HostTier) -> dict[str, dict[str, object]]:
+    """A parked session's device part as ``SessionState.put_back()`` takes it; the session stays parked.
 
     Raises:
-        MemoryError: If the device has no room; the session is parked as it was.
+        MemoryError: If the device has no room.
     """
-    storages = tier.get(parked.parcel)
-    for index, storage in parked.alive.items():
-        storages[index] = storage
-    session.put_back(unpack(parked.skeleton, storages))
-    tier.drop(parked.parcel)
+    storages = {} if parked.parcel is None else dict(enumerate(tier.get(parked.parcel)))
+    storages.update(parked.alive)
+    part: dict[str, dict[str, object]] = unpack(parked.skeleton, storages)
+    return part
 
 
 def _judge(packed: Packed, parcel: Parcel) -> Parked:

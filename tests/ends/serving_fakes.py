@@ -46,7 +46,7 @@ class Engine:
         found = [key in self.sessions for key in args]
         if method == "session_state_close":
             self.sessions.difference_update(args)
-        else:
+        elif method == "session_state_holds":
             (found,) = found
         rank = {"ok": True, "found": found}
         answer = {"agree": True, "ranks": [{"rank": number, **rank} for number in range(self.ranks)]}
@@ -56,6 +56,11 @@ class Engine:
     def closed(self):
         """Every id whose end arrived, in order."""
         return [key for method, args in self.calls if method == "session_state_close" for key in args]
+
+    @property
+    def parked(self):
+        """Every id that was to be parked, in order."""
+        return [key for method, args in self.calls if method == "session_state_park" for key in args]
 
 
 class Socket:

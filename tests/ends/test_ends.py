@@ -327,3 +327,61 @@ def test_one_session_of_several_can_be_left(keep):
         return server.arrived, len(server.ends)
 
     assert asyncio.run(scenario()) == (([], 2) if keep else (["x"], 1))
+
+
+@run
+async def test_a_session_that_nobody_steps_is_parked_once_and_its_next_step_starts_the_clock_anew():
+    parked = []
+
+    async def park(key):
+        parked.append(key)
+
+    server = Server(park=park, idle_park_s=0.05)
+    gate = asyncio.Event()
+    running = asyncio.create_task(server.step("busy", until=gate))
+    await server.step("x")
+    await asyncio.sleep(0.03)
+    await server.step("x")
+    await asyncio.sleep(0.03)
+    assert parked == [], "its last step was a moment ago"
+    await asyncio.sleep(0.1)
+    assert parked == ["x"], "and one with a step under way is not asked"
+    gate.set()
+    await running
+    await server.step("x")
+    server.ends.end("x")
+    await asyncio.sleep(0.15)
+    assert parked == ["x", "busy"], "one that has ended is not parked"
+    assert server.arrived == ["x"]
+
+
+@run
+async def test_a_session_that_is_kept_for_its_robot_is_parked_meanwhile():
+    parked = []
+
+    async def park(key):
+        parked.append(key)
+
+    server = Server(park=park, idle_park_s=0.02, resume_s=60)
+    await server.step("x", "a")
+    server.ends.leave("a", keep=True)
+    await asyncio.sleep(0.1)
+    assert parked == ["x"]
+    assert await server.ends.resume("x", "b")
+
+
+def test_a_park_that_fails_is_said_and_the_session_goes_on(caplog):
+    @run
+    async def scenario():
+        async def park(key):
+            raise RuntimeError("rank 0: no room")
+
+        server = Server(park=park, idle_park_s=0.01)
+        await server.step("x")
+        await asyncio.sleep(0.05)
+        await server.step("x")
+        assert "x" in server.ends
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        scenario()
+    assert "was not parked: RuntimeError: rank 0: no room" in caplog.text

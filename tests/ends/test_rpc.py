@@ -94,6 +94,36 @@ def test_an_end_frees_the_state_and_the_kv_of_that_session_alone(model, worker, 
     assert only(worker.session_state_stats())["ends"][how] == 1
 
 
+def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, dreamzero_checkpoint):
+    from vllm_omni_session_state.tiers.host import HostTier
+
+    def steps(key):
+        return [model.step(key, rng=np.random.default_rng([7, n]), frames=4 if n else 1) for n in range(4)]
+
+    alone = steps("a")
+    model.close("a")
+    room = model.pipeline._memory_manager.room
+    step(model, "b")
+    answer = worker.session_state_park("b")
+    assert not answer["agree"]
+    assert "stays on the device: there is nowhere to park it; set host_budget" in answer["ranks"][0]["error"]
+    room.tier = HostTier(budget=1 << 30)
+    try:
+        outputs = []
+        for n in range(4):
+            outputs.append(model.step("a", rng=np.random.default_rng([7, n]), frames=4 if n else 1))
+            assert only(worker.session_state_park(hashed("a"), "nobody"))["parked"] == [True, False]
+            listed = {
+                entry["session"]: entry["place"] for entry in only(worker.session_state_list())["sessions"]
+            }
+            assert listed == {hashed("a"): "host", hashed("b"): "device"}
+        assert all(mine.equals(other) for mine, other in zip(outputs, alone, strict=True))
+        worker.session_state_close("a", "b")
+        assert room.tier.nbytes == 0
+    finally:
+        room.tier = None
+
+
 def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):
     step(model, "a", "b")
     reasons = []

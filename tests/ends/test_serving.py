@@ -295,6 +295,34 @@ def test_nobody_resumes_a_rollout_of_the_endpoints():
     assert [reset for _, reset in done.steps] == [True, True]
 
 
+def test_idle_sessions_are_parked_by_the_servers_clock_in_one_call():
+    async def scenario(objects):
+        robots = [asyncio.create_task(objects.connect(Socket(obs(key), silent=True))) for key in "rst"]
+        await asyncio.sleep(0.2)
+        assert sorted(objects.engine.parked) == ["r", "s", "t"]
+        assert len(objects.engine.calls) < 3, "what falls due together goes together"
+        for robot in robots:
+            robot.cancel()
+        await asyncio.wait(robots)
+
+    served(scenario, options={"idle_park_s": 0.05, "host_budget": "1GiB"})
+
+
+def test_idle_park_s_without_a_host_budget_is_said_and_ignored(caplog):
+    forget_said()
+
+    async def scenario(objects):
+        robot = asyncio.create_task(objects.connect(Socket(obs("r"), silent=True)))
+        await asyncio.sleep(0.1)
+        assert objects.engine.parked == []
+        robot.cancel()
+        await asyncio.wait({robot})
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        served(scenario, options={"idle_park_s": 0.02})
+    assert "idle_park_s=0.02 alone has nowhere to park a session; set host_budget too" in caplog.text
+
+
 def test_a_kept_session_ends_when_its_time_is_over():
     async def scenario(objects):
         await objects.connect(Socket(obs("r")))

@@ -82,7 +82,7 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
     from vllm_omni_session_state.adapters.patches import Patches  # noqa: PLC0415
     from vllm_omni_session_state.manager import SessionStateManager  # noqa: PLC0415
-    from vllm_omni_session_state.omni import budgets, rpc, runner, seams  # noqa: PLC0415
+    from vllm_omni_session_state.omni import budgets, ranks, rpc, runner, seams  # noqa: PLC0415
     from vllm_omni_session_state.tiers.host import HostTier  # noqa: PLC0415
 
     owner = next(base for base in type(pipeline).__mro__ if _dotted(base) == known)
@@ -90,13 +90,15 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     if known in seams.RUNNER_PIPELINES:
         runner.hook_runner()
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
-    bounds = budgets.bounds_of(settings)
+    exchange = ranks.exchange()
+    bounds = budgets.bounds_of(settings, several_ranks=exchange is not None)
     manager = SessionStateManager(
         max_sessions=settings.max_sessions,
         device_budget=bounds.device,
         tier=None if bounds.host is None else HostTier(budget=bounds.host),
         max_parked=settings.max_parked,
         on_lost=settings.on_lost,
+        exchange=exchange,
     )
     patches = Patches()
     try:

@@ -29,8 +29,13 @@ class Bounds:
         return f"idle ones hold {device} bytes on the device and all of them {self.host} in host memory"
 
 
-def bounds_of(settings: Settings) -> Bounds:
-    """The budgets in bytes, or none where they cannot be kept; what is ignored is said once at WARNING."""
+def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
+    """The budgets in bytes, or none where they cannot be kept; what is ignored is said once at WARNING.
+
+    Args:
+        settings: What the operator wrote.
+        several_ranks: Whether this process is one of several ranks, which must have the same budgets.
+    """
     import torch  # noqa: PLC0415 - only a process whose flag is on pays for it
 
     device, host = settings.device_budget, settings.host_budget
@@ -39,8 +44,8 @@ def bounds_of(settings: Settings) -> Bounds:
     why = None
     if host is None:
         why = "device_budget alone has nowhere to park a session; set host_budget too"
-    elif torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        why = "device_budget and host_budget are for one rank; with several, ranks would have to agree"
+    elif several_ranks and (host.relative or (device is not None and device.relative)):
+        why = "several ranks must have the same budgets and may not have the same memory; write bytes, not %"
     if why is not None:
         say_once(logging.WARNING, ("budgets",), "%s. Budgets are ignored and nothing is parked", why)
         return Bounds(None, None)

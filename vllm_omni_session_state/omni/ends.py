@@ -32,6 +32,7 @@ class _Live:
         running: Steps under way.
         quiet: Set while there is none.
         expiry: Ends it, while it is kept.
+        parking: Parks it, while no step is under way.
     """
 
     owners: set[object] = field(default_factory=set)
@@ -39,6 +40,13 @@ class _Live:
     running: int = 0
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
+    parking: asyncio.TimerHandle | None = None
+
+    def cease(self) -> None:
+        """No timer acts on it any more."""
+        for timer in (self.expiry, self.parking):
+            if timer is not None:
+                timer.cancel()
 
     def go_on(self, owner: object) -> None:
         """Note that ``owner`` goes on with it; it is kept for nobody else."""
@@ -55,6 +63,8 @@ class Ends:
         close: Ends a session in the workers. An exception is said and changes nothing here.
         holds: Whether the workers have a session.
         resume_s: Seconds for which a named session is kept when its last owner has left; 0 ends it.
+        park: Parks a session in the workers. An exception is said and changes nothing here.
+        idle_park_s: Seconds after its last step when a session is parked; 0 parks none.
     """
 
     def __init__(
@@ -63,10 +73,15 @@ class Ends:
         holds: Callable[[str], Awaitable[bool]],
         *,
         resume_s: float = 0.0,
+        park: Callable[[str], Awaitable[None]] | None = None,
+        idle_park_s: float = 0.0,
     ) -> None:
         self._close = close
         self._holds = holds
         self._resume_s = resume_s
+        self._park = park
+        self._idle_park_s = idle_park_s
+        self._parks: set[asyncio.Task[None]] = set()
         self._live: dict[str, _Live] = {}
         self._arriving: dict[str, asyncio.Task[None]] = {}
 
@@ -93,12 +108,17 @@ class Ends:
         live.named = live.named or named
         live.running += 1
         live.quiet.clear()
+        if live.parking is not None:
+            live.parking.cancel()
         try:
             yield
         finally:
             live.running -= 1
             if not live.running:
                 live.quiet.set()
+                if self._park is not None and self._idle_park_s and self._live.get(key) is live:
+                    loop = asyncio.get_running_loop()
+                    live.parking = loop.call_later(self._idle_park_s, self._park_idle, key, self._park)
 
     async def resume(self, key: str, owner: object) -> bool:
         """Whether ``owner`` goes on with a session that a robot named before, instead of starting it anew.
@@ -150,8 +170,7 @@ class Ends:
         live = self._live.pop(key, None)
         if live is None:
             return
-        if live.expiry is not None:
-            live.expiry.cancel()
+        live.cease()
         task = asyncio.get_running_loop().create_task(self._deliver(key, live, self._arriving.get(key)))
         self._arriving[key] = task
         task.add_done_callback(lambda done: self._arrived(key, done))
@@ -169,6 +188,17 @@ class Ends:
                 type(error).__name__,
                 error,
             )
+
+    def _park_idle(self, key: str, park: Callable[[str], Awaitable[None]]) -> None:
+        async def send() -> None:
+            try:
+                await park(key)
+            except Exception as error:  # noqa: BLE001 - the session is where it was, and goes on
+                LOGGER.warning("session %s was not parked: %s: %s", shown(key), type(error).__name__, error)
+
+        task = asyncio.get_running_loop().create_task(send())
+        self._parks.add(task)  # a loop holds its tasks only weakly
+        task.add_done_callback(self._parks.discard)
 
     def _arrived(self, key: str, task: asyncio.Task[None]) -> None:
         if self._arriving.get(key) is task:

@@ -65,7 +65,9 @@ def stats(worker: Any) -> Answer:
         held = manager.stats()
         return {"pid": os.getpid(), **held, "kv": _kv(worker.model_runner), "ends": dict(_counts(worker))}
 
-    return _on_every_rank(figures, ("sessions", "hits", "misses", "evictions", "kv", "ends"))
+    return _on_every_rank(
+        figures, ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv", "ends")
+    )
 
 
 def list_sessions(worker: Any) -> Answer:
@@ -139,6 +141,21 @@ def reset(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
     return _end(worker, "reset", names, only_id=only_id)
 
 
+def park(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+    """Park sessions that nobody uses. See ``close``.
+
+    Returns:
+        As for ``stats``; each rank has ``parked``: for each name, whether it is parked now. A rank on which
+        one of them could not be parked is not ``ok``, and the others of its names are parked.
+    """
+
+    def park_all() -> Answer:
+        manager = _manager(worker)
+        return {"parked": _each(names, manager.keys(), manager.park, only_id=only_id)}
+
+    return _on_every_rank(park_all, ("parked",))
+
+
 METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_stats": stats,
     "session_state_list": list_sessions,
@@ -146,6 +163,7 @@ METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_holds": holds,
     "session_state_close": close,
     "session_state_reset": reset,
+    "session_state_park": park,
 }
 """By the name under which the worker class has them."""
 
@@ -153,21 +171,37 @@ METHODS: dict[str, Callable[..., Answer]] = {
 def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool) -> Answer:
     def end_all() -> Answer:
         manager, runner, counts = _manager(worker), worker.model_runner, _counts(worker)
-        found, failures = [], []
-        for name in names:
-            key = _named(name, {*manager.keys(), *_kv_sessions(runner)}, only_id=only_id)
-            counts["absent" if key is None else how] += 1
-            found.append(key is not None)
-            try:
-                if key is not None:
-                    _end_one(manager, runner, how, key)
-            except Exception as error:  # noqa: BLE001 - the others shall end all the same
-                failures.append(f"{type(error).__name__}: {error}")
-        if failures:
-            raise RuntimeError("; ".join(failures))
-        return {"found": found}
+
+        def end(key: str) -> bool:
+            counts[how] += 1
+            _end_one(manager, runner, how, key)
+            return True
+
+        keys = {*manager.keys(), *_kv_sessions(runner)}
+        counts["absent"] += sum(_named(name, keys, only_id=only_id) is None for name in names)
+        return {"found": _each(names, keys, end, only_id=only_id)}
 
     return _on_every_rank(end_all, ("found",))
+
+
+def _each(
+    names: tuple[str | None, ...], keys: Iterable[str], act: Callable[[str], bool], *, only_id: bool
+) -> list[bool]:
+    """What ``act`` answers for each session that is named; false for one that is not there.
+
+    Raises:
+        RuntimeError: If it failed for any; it was called for the others all the same.
+    """
+    answers, failures, there = [], [], list(keys)
+    for name in names:
+        key = _named(name, there, only_id=only_id)
+        try:
+            answers.append(key is not None and act(key))
+        except Exception as error:  # noqa: BLE001 - the others shall be done all the same
+            failures.append(f"{type(error).__name__}: {error}")
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    return answers
 
 
 def _end_one(manager: SessionStateManager, runner: Any, how: str, key: str) -> None:

@@ -78,7 +78,13 @@ def connect(engine_client: Any, state: Any) -> None:
     settings = next(iter(stages.values()))
     show_in_the_clear(settings.show_ids)
     workers = Workers(engine_client, list(stages))
-    ends = Ends(workers.close, workers.holds, resume_s=settings.resume_s)
+    ends = Ends(
+        workers.close,
+        workers.holds,
+        resume_s=settings.resume_s,
+        park=workers.park,
+        idle_park_s=_idle_park_s(settings),
+    )
 
     def robots() -> None:
         _checked(_POLICY, policy)
@@ -95,6 +101,18 @@ def connect(engine_client: Any, state: Any) -> None:
     hooked = [_tried("robot websocket", robots), _tried("rollout endpoints", rollouts)]
     if any(hooked):
         LOGGER.info("ends of sessions reach the workers of stages %s", list(stages))
+
+
+def _idle_park_s(settings: config.Settings) -> float:
+    if settings.idle_park_s and settings.host_budget is None:
+        say_once(
+            logging.WARNING,
+            ("idle_park_s",),
+            "idle_park_s=%g alone has nowhere to park a session; set host_budget too. It is ignored",
+            settings.idle_park_s,
+        )
+        return 0.0
+    return settings.idle_park_s
 
 
 def _tried(what: str, hook: Callable[[], None]) -> bool:

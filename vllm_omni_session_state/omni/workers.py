@@ -1,7 +1,7 @@
-"""The workers as an API server process reaches them: the remote calls that ends of sessions need.
+"""The workers as an API server process reaches them: the remote calls that it makes about its sessions.
 
 One call is under way at a time. The host runs it between two steps and holds a thread of its pool for it,
-so ends that come meanwhile go together in the next one.
+so what comes meanwhile goes together in the next one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_omni_session_state.events import LOGGER
 
 
 class _Batch:
-    """Ids whose ends go in one call, and what came of it."""
+    """Ids that go in one call, and what came of it."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -33,7 +33,7 @@ class Workers:
         self._engine_client = engine_client
         self._stage_ids = stage_ids
         self._turn = asyncio.Lock()
-        self._open: _Batch | None = None
+        self._open: dict[str, _Batch] = {}
         self._deaf = False
 
     async def close(self, key: str) -> None:
@@ -42,18 +42,25 @@ class Workers:
         Raises:
             RuntimeError: If a replica or a rank did not do it; the others have.
         """
-        batch = self._open
+        await self._together("session_state_close", key)
+
+    async def park(self, key: str) -> None:
+        """Park a session wherever nobody uses it. Raises as ``close()`` does."""
+        await self._together("session_state_park", key)
+
+    async def _together(self, method: str, key: str) -> None:
+        batch = self._open.get(method)
         if batch is None:
-            batch = self._open = _Batch()
-            batch.sent = asyncio.get_running_loop().create_task(self._send(batch))
+            batch = self._open[method] = _Batch()
+            batch.sent = asyncio.get_running_loop().create_task(self._send(method, batch))
         batch.keys.append(key)
         assert batch.sent is not None, "a batch is made with its task"
         await asyncio.shield(batch.sent)
 
-    async def _send(self, batch: _Batch) -> None:
+    async def _send(self, method: str, batch: _Batch) -> None:
         async with self._turn:
-            self._open = None
-            await self._call("session_state_close", *batch.keys)
+            del self._open[method]
+            await self._call(method, *batch.keys)
 
     async def holds(self, key: str) -> bool:
         """Whether some replica has the session on all its ranks."""
