@@ -51,7 +51,10 @@ def dreamzero_checkpoint():
 
 
 @pytest.fixture(autouse=True)
-def _log_lines_reach_the_tests(monkeypatch):
-    """The host, once some part of it is imported, keeps its log lines from the root, where tests listen."""
-    for name in ("vllm", "vllm_omni"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+def _log_lines_reach_the_tests(caplog, monkeypatch):
+    """Straight from the plugin's logger: an import of the host, also in a test, sets up the ones above it."""
+    logger = logging.getLogger("vllm_omni.session_state")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)

@@ -142,6 +142,50 @@ def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatc
     assert (refused > 5) is (where == "get")
 
 
+def test_the_in_tree_manager_with_a_cap_of_two_in_the_same_rig(alone, dreamzero_checkpoint, monkeypatch):
+    """Its cap drops the oldest session: printed is how many outputs are another rollout's."""
+    from vllm_omni_session_state.config import ENV_MAX_SESSIONS
+    from vllm_omni_session_state.omni import loader
+
+    monkeypatch.setattr(loader, "attach", lambda *_: None)
+    monkeypatch.setenv(ENV_MAX_SESSIONS, "2")
+    with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=12) as model:
+        assert type(model.pipeline._memory_manager).__module__.startswith("vllm_omni.")
+        outputs = {}
+        rng = np.random.default_rng(0)
+        for round_ in range(ROUNDS):
+            for session in rng.permutation(SESSIONS):
+                outputs[session, round_] = step(model, session, round_)
+    wrong = len(differing(alone, outputs))
+    print(f"in-tree manager, 12 sessions, a cap of 2: {wrong} of {len(outputs)} outputs differ")
+    assert wrong > 6 * (ROUNDS - 1)
+
+
+def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_says_so(alone, model, caplog):
+    """A park is asked of each idle session at most once a call; the client whose step it is never waits."""
+    forget_said()
+    manager = model.pipeline._memory_manager
+    asked = []
+
+    class Broken(HostTier):
+        def put(self, storages, *, live_nbytes):
+            asked.append(1)
+            raise OSError(5, "Input/output error")
+
+    manager.room.tier, manager.room.max_sessions = Broken(budget=1 << 30), 3
+    outputs = {}
+    for session in SESSIONS[:5]:
+        asked.clear()
+        outputs[session, 0] = step(model, session, 0)
+        assert len(asked) <= 2 * len(manager)
+        manager.check()
+    assert differing(alone, outputs) == []
+    assert manager.stats()["lost:tier_full"] == 2
+    assert len([record for record in caplog.records if "is lost (tier_full)" in record.getMessage()]) == 2
+    outputs = {(session, 1): step(model, session, 1) for session in SESSIONS[2:5]}
+    assert differing(alone, outputs) == [], "who was not lost goes on"
+
+
 def test_with_every_park_failing_nothing_is_lost_and_the_overrun_is_said_once(alone, model, caplog):
     forget_said()
     manager = model.pipeline._memory_manager

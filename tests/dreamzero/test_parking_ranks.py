@@ -10,7 +10,6 @@ pytestmark = pytest.mark.host
 
 SESSIONS = [f"robot-{number}" for number in range(12 if LONG else 5)]
 ROUNDS = 4 if LONG else 3
-DECLARED = 603 << 20  # what the host declares of one session
 
 
 def outputs(omni, order):
@@ -27,14 +26,15 @@ def test_two_ranks_of_a_served_dreamzero_park_together_and_every_output_is_equal
     dreamzero_checkpoint, tmp_path, monkeypatch
 ):
     from omni_tiny.omni_runs import OmniDreamZero, write_deploy
+    from omni_tiny.tiny import MODEL_OWNED_BYTES
 
     deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint, cfg_parallel_size=2)
     rng = np.random.default_rng(0)
     runs = {}
     for flag in ("0", "1"):
         monkeypatch.setenv(ENV_FLAG, flag)
-        monkeypatch.setenv(f"{ENV_FLAG}_DEVICE_BUDGET", str(2 * DECLARED))
-        monkeypatch.setenv(f"{ENV_FLAG}_HOST_BUDGET", str(len(SESSIONS) * DECLARED))
+        monkeypatch.setenv(f"{ENV_FLAG}_DEVICE_BUDGET", str(2 * MODEL_OWNED_BYTES))
+        monkeypatch.setenv(f"{ENV_FLAG}_HOST_BUDGET", str(len(SESSIONS) * MODEL_OWNED_BYTES))
         with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=len(SESSIONS)) as omni:
             runs[flag] = outputs(omni, rng.permutation if flag == "1" else list)
             if flag == "1":
