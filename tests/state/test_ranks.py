@@ -20,7 +20,7 @@ from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.tiers.host import HostTier
 
-DECLARED = 600  # above what a slab of any session here takes
+DECLARED = 1200  # above what a slab of any session here takes
 KEYS = st.sampled_from(["a", "b", "c", "d"])
 LIMIT_S = 20  # nobody waits that long but for a rank that never comes
 
@@ -68,7 +68,7 @@ class Rank:
             with self.manager.lease(key) as session:
                 new = "x" not in session.attrs
                 if new:
-                    size = 10 + 7 * self.number * (1 + ord(key) % 5)
+                    size = 10 + self.number * (300 + 100 * (ord(key) % 5))
                     session.attrs["x"] = torch.full((size,), ord(key) + self.number, dtype=torch.uint8)
                 tensor = session.attrs["x"]
                 assert int(tensor[0]) == int(tensor[-1]) == ord(key) + self.number
@@ -116,7 +116,7 @@ def together(ranks, pool, action, key):
 
 @given(
     cap=st.integers(1, 4),
-    budget=st.none() | st.integers(0, 3),
+    budget=st.none() | st.integers(0, 3 * DECLARED),
     host=st.none() | st.integers(0, 3),
     strict=st.booleans(),
     faults=st.tuples(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20))),
@@ -132,7 +132,7 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
             number,
             meeting,
             max_sessions=cap,
-            device_budget=None if budget is None else budget * DECLARED,
+            device_budget=budget,
             host=host,
             on_lost="error" if strict else "warn",
         )
@@ -144,11 +144,26 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
         for action, key in steps:
             first, second = together(ranks, pool, action, key)
             assert first == second
+            assert first[1]["parked_sessions"] * DECLARED <= (host or 0) * DECLARED
     for rank in ranks:
         rank.manager.drop_all()
         rank.manager.check()
         assert rank.manager.stats()["total_nbytes"] == 0
         assert rank.manager.room.tier is None or rank.manager.room.tier.nbytes == 0
+
+
+def test_a_session_counts_as_declared_however_little_a_rank_holds_of_it():
+    meeting = Meeting()
+    ranks = [
+        Rank(number, meeting, max_sessions=9, device_budget=2 * DECLARED, host=4, on_lost="warn")
+        for number in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for key in "abcd":
+            first, second = together(ranks, pool, "use", key)
+    assert first == second
+    assert first[3] == ["a", "b"]
+    assert ranks[0].manager.stats()["total_nbytes"] < DECLARED
 
 
 def test_a_restore_that_fails_on_one_rank_fails_on_both_with_one_error_and_succeeds_when_tried_again():
