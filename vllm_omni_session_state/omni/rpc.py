@@ -22,6 +22,7 @@ from vllm_omni_session_state.ids import find, session_key, shown
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
 from vllm_omni_session_state.omni.imports import when_imported
+from vllm_omni_session_state.omni.sleep import hook_sleep
 
 Answer = dict[str, Any]
 
@@ -35,18 +36,23 @@ def install() -> None:
 
 
 def _add(module: ModuleType) -> None:
-    try:
+    def methods() -> None:
         seams.check(module, seams.WORKER_SEAMS)
         for name, method in METHODS.items():
             setattr(module.DiffusionWorker, name, method)
+
+    _tried(methods, "this worker cannot be asked about its sessions, and ends of sessions do not reach it")
+    _tried(
+        lambda: hook_sleep(module.DiffusionWorker, manager_of),
+        "when this worker sleeps, its sessions stay on the device",
+    )
+
+
+def _tried(hook: Callable[[], None], otherwise: str) -> None:
+    try:
+        hook()
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        say_once(
-            logging.WARNING,
-            ("rpc",),
-            "this worker cannot be asked about its sessions, and ends of sessions do not reach it: %s: %s",
-            type(error).__name__,
-            error,
-        )
+        say_once(logging.WARNING, ("worker", otherwise), "%s: %s: %s", otherwise, type(error).__name__, error)
 
 
 def stats(worker: Any) -> Answer:
@@ -236,11 +242,18 @@ def _on_every_rank(work: Callable[[], Answer], agree_on: tuple[str, ...]) -> Ans
 
 
 def _manager(worker: Any) -> SessionStateManager:
-    manager = getattr(getattr(worker.model_runner, "pipeline", None), "_memory_manager", None)
-    if not isinstance(manager, SessionStateManager):
+    manager = manager_of(worker)
+    if manager is None:
         pipeline = type(getattr(worker.model_runner, "pipeline", None)).__qualname__
         raise TypeError(f"{pipeline} keeps its own session state; see this worker's log for why")
     return manager
+
+
+def manager_of(worker: Any) -> SessionStateManager | None:
+    """The manager of a worker's model; ``None`` where that keeps its own session state."""
+    pipeline = getattr(getattr(worker, "model_runner", None), "pipeline", None)
+    manager = getattr(pipeline, "_memory_manager", None)
+    return manager if isinstance(manager, SessionStateManager) else None
 
 
 def _counts(worker: Any) -> dict[str, int]:

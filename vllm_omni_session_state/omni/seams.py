@@ -77,6 +77,9 @@ WORKER_MODULE = "vllm_omni.diffusion.worker.diffusion_worker"
 WORKER_SEAMS = (Seam("_all_gather_rank_values", "(value)"),)
 """Functions of the module of the host's diffusion worker. Its class only gets new methods."""
 
+SLEEP_SEAMS = (Seam("sleep", "(self, level=...)"),)
+"""Of the host's diffusion worker class."""
+
 SERVER_MODULE = "vllm_omni.entrypoints.openai.api_server"
 SERVER_FUNCTION = Seam("omni_init_app_state", "(engine_client, state, args)")
 """Called once in each API server process, as soon as the engine and its stages are there."""

@@ -1,0 +1,145 @@
+"""Sessions leave the device before the worker sleeps, and come back at their next step.
+
+The host's sleep needs a GPU: its allocator is a stand-in here, all else is the host's own worker.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_omni_session_state.errors import SeamMismatchError
+from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.omni import rpc, seams
+from vllm_omni_session_state.omni.sleep import hook_sleep
+from vllm_omni_session_state.tiers.host import HostTier
+
+pytestmark = pytest.mark.host
+
+
+class Allocator:
+    """Stands where ``CuMemAllocator`` does; takes down where the sessions are when it is told to sleep."""
+
+    def __init__(self, manager):
+        self.manager = manager
+        self.parked = None
+
+    def get_current_usage(self):
+        return 0
+
+    def sleep(self, offload_tags):
+        self.parked = self.manager.stats()["parked_sessions"]
+
+    def wake_up(self, tags):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(dreamzero_checkpoint):
+    from omni_tiny.inproc import TinyDreamZero
+
+    with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=4) as model:
+        yield model
+
+
+@pytest.fixture
+def allocator(model, monkeypatch):
+    from vllm_omni.diffusion.worker import diffusion_worker
+
+    forget_said()
+    allocator = Allocator(model.pipeline._memory_manager)
+    monkeypatch.setattr(
+        diffusion_worker,
+        "_get_cumem_allocator_class",
+        lambda: SimpleNamespace(get_instance=lambda: allocator),
+    )
+    yield allocator
+    model.pipeline._memory_manager.room.tier = None
+    for session in ("a", "b"):
+        model.close(session)
+
+
+def steps(model, rounds):
+    return [
+        model.step(session, rng=np.random.default_rng([n, round_]), frames=4 if round_ else 1)
+        for round_ in rounds
+        for n, session in enumerate("ab")
+    ]
+
+
+def test_sessions_are_parked_when_the_allocator_sleeps_and_go_on_to_the_bit(model, allocator):
+    manager = model.pipeline._memory_manager
+    awake = steps(model, range(4))
+    for session in "ab":
+        model.close(session)
+    manager.room.tier = HostTier(budget=1 << 30)
+    slept = steps(model, range(2))
+    model.worker.sleep(level=1)
+    assert allocator.parked == 2
+    model.worker.wake_up()
+    slept += steps(model, range(2, 4))
+    assert all(mine.equals(other) for mine, other in zip(slept, awake, strict=True))
+
+
+def test_a_session_in_use_stays_and_the_worker_sleeps_all_the_same(model, allocator):
+    manager = model.pipeline._memory_manager
+    manager.room.tier = HostTier(budget=1 << 30)
+    steps(model, range(1))
+    with manager.lease("a"):
+        model.worker.sleep()
+    assert allocator.parked == 1
+
+
+def test_without_a_tier_that_is_said_once(model, allocator, caplog):
+    steps(model, range(1))
+    for _ in range(2):
+        model.worker.sleep()
+    assert allocator.parked == 0
+    said = [r for r in caplog.records if "its sessions stay on the device" in r.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+
+
+def test_what_cannot_be_parked_is_said_with_the_reason(model, allocator, caplog):
+    model.pipeline._memory_manager.room.tier = HostTier(budget=0)
+    steps(model, range(1))
+    model.worker.sleep()
+    assert "2 sessions stay on the device" in caplog.text
+    assert "raise host_budget" in caplog.text
+
+
+def test_the_class_is_wrapped_once_and_a_worker_without_a_manager_sleeps_as_before():
+    class Worker:
+        def sleep(self, level=1):
+            return level
+
+    for _ in range(2):
+        hook_sleep(Worker, rpc.manager_of)
+    assert hasattr(Worker.sleep, seams.MARK)
+    assert not hasattr(Worker.sleep.__wrapped__, seams.MARK)
+    assert Worker().sleep(2) == 2
+
+
+def test_another_signature_is_left_alone():
+    class Worker:
+        def sleep(self, level, tags):
+            return level
+
+    host = Worker.sleep
+    with pytest.raises(
+        SeamMismatchError, match=r"sleep: expected \(self, level=...\), found \(self, level, tags\)"
+    ):
+        hook_sleep(Worker, rpc.manager_of)
+    assert Worker.sleep is host
+
+
+def test_a_park_that_breaks_never_keeps_the_worker_awake(monkeypatch):
+    class Worker:
+        def sleep(self, level=1):
+            return "slept"
+
+    manager = SessionStateManager(tier=HostTier(budget=1))
+    monkeypatch.setattr(manager, "park_all", None)
+    hook_sleep(Worker, lambda _: manager)
+    assert Worker().sleep() == "slept"
