@@ -50,11 +50,23 @@ def dreamzero_checkpoint():
         yield write_dreamzero(folder)
 
 
+class _Forward(logging.Handler):
+    """Hands every record on: an import of the host lowers the level of the handlers that are there."""
+
+    def __init__(self, to):
+        super().__init__()
+        self.to = to
+
+    def emit(self, record):
+        self.to.emit(record)
+
+
 @pytest.fixture(autouse=True)
 def _log_lines_reach_the_tests(caplog, monkeypatch):
     """Straight from the plugin's logger: an import of the host, also in a test, sets up the ones above it."""
     logger = logging.getLogger("vllm_omni.session_state")
     monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
+    forward = _Forward(caplog.handler)
+    logger.addHandler(forward)
     yield
-    logger.removeHandler(caplog.handler)
+    logger.removeHandler(forward)
