@@ -20,6 +20,7 @@ from vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero import DreamZeroPip
 from vllm_omni.diffusion.models.dreamzero.utils import DEFAULT_NUM_INFERENCE_STEPS
 from vllm_omni.experimental.world_models.session_state import SessionStateManager as InTreeManager
 
+from benchmarks.feature_map import HEIGHT, LATENT, WIDTH, feature_map_shapes
 from benchmarks.measure import LapClock
 from vllm_omni_session_state.adapters.dreamzero import attach
 from vllm_omni_session_state.adapters.patches import Patches
@@ -27,8 +28,6 @@ from vllm_omni_session_state.manager import SessionStateManager
 
 FRAMES_PER_BLOCK = 2
 LOCAL_ATTN_SIZE = 4 * FRAMES_PER_BLOCK + 1  # max_chunk_size 4
-HEIGHT, WIDTH = 352, 640  # three cameras of 180x320, stitched
-LATENT = (HEIGHT // 8, WIDTH // 8)
 SESSION = "bench"
 KV = SimpleNamespace(session_id=SESSION)
 
@@ -43,24 +42,6 @@ QUANT_CONV = "encoder: quant_conv"
 LATENTS = "append_video_latents"
 STATE = (LOOKUP, RESET, CONDITIONING, FRAMES, APPEND, READ, QUANT_CONV, LATENTS)
 ENCODER = (APPEND, READ, QUANT_CONV)
-
-
-def feature_map_shapes() -> list[tuple[int, ...]]:
-    """Inputs that each of the Wan encoder's 24 causal convolutions keeps for its next chunk.
-
-    Two frames of every 3x3x3 convolution's input, one of every temporal downsampling's; 96 channels at full
-    size, then 192, 384 and 384, each at half the height and width of the one before. In bfloat16 they are
-    603 MiB.
-    """
-    shapes = [(1, 3, 2, HEIGHT, WIDTH)]
-    before = 96
-    for level, width in enumerate((96, 192, 384, 384)):
-        size = (HEIGHT >> level, WIDTH >> level)
-        shapes += [(1, channels, 2, *size) for channels in (before, width, width, width)]
-        if level in (1, 2):
-            shapes.append((1, width, 1, size[0] // 2, size[1] // 2))
-        before = width
-    return shapes + [(1, 384, 2, *LATENT)] * 5  # two residual blocks in the middle, the last convolution
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Measuring, whatever is measured: a lap clock, the order of contenders, medians, the machine, the last line.
+"""Measuring, whatever is measured: a lap clock, turns and their order, medians, the machine, the last line.
 
 Not covered: what is run and what the figures mean; each benchmark says that itself.
 """
@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 T = TypeVar("T")
 
@@ -108,6 +111,35 @@ def one_thread() -> None:
 def orders(contenders: Sequence[T]) -> Iterator[tuple[T, ...]]:
     """Every order of ``contenders``, over and over: each runs equally often first, and after each other."""
     return itertools.cycle(itertools.permutations(contenders))
+
+
+def turns(count: int, *, what: str, aside: Console) -> Iterator[int]:
+    """Number the turns from 0, and show how far they are: a bar on a terminal, elsewhere a line for each.
+
+    Args:
+        count: How many.
+        what: What one of them is, as in "pair".
+        aside: Where people look meanwhile.
+    """
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=aside,
+        disable=not aside.is_terminal,
+    )
+    with progress:
+        task = progress.add_task("", total=count)
+        began = time.monotonic()
+        for turn in range(count):
+            name = f"{what} {turn + 1} of {count}"
+            progress.update(task, description=name)
+            yield turn
+            progress.update(task, completed=turn + 1)
+            if not aside.is_terminal:
+                left = (time.monotonic() - began) / (turn + 1) * (count - turn - 1)
+                aside.print(f"{name}, about {left:.0f} s left")
 
 
 def last_line(figures: dict[str, Spread], **more: Any) -> str:

@@ -27,16 +27,14 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.measure import LapClock, Machine, Spread, last_line, machine, one_thread, orders
+from benchmarks.measure import LapClock, Machine, Spread, last_line, machine, one_thread, orders, turns
 
 if TYPE_CHECKING:
     from benchmarks.dreamzero_session import Inputs, Session
@@ -96,27 +94,9 @@ def _positive(text: str) -> int:
 
 
 def _measure(inputs: Inputs, aside: Console, *, steps: int, pairs: int) -> list[Pair]:
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=aside,
-        disable=not aside.is_terminal,
-    )
-    measured = []
-    with progress:
-        task = progress.add_task("warming up", total=pairs * steps)
-        _pair(inputs, steps=WARM_UP, turn=0)
-        began = time.monotonic()
-        for turn in range(pairs):
-            progress.update(task, description=f"pair {turn + 1} of {pairs}")
-            measured.append(_pair(inputs, steps=steps, turn=turn))
-            progress.update(task, completed=(turn + 1) * steps)
-            if not aside.is_terminal:
-                left = (time.monotonic() - began) / (turn + 1) * (pairs - turn - 1)
-                aside.print(f"pair {turn + 1} of {pairs}, about {left:.0f} s left")
-    return measured
+    aside.print("Warming up ...")
+    _pair(inputs, steps=WARM_UP, turn=0)
+    return [_pair(inputs, steps=steps, turn=turn) for turn in turns(pairs, what="pair", aside=aside)]
 
 
 def _pair(inputs: Inputs, *, steps: int, turn: int) -> Pair:

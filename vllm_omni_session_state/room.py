@@ -12,7 +12,7 @@ and says so; before a session is used again, all ranks tell each other whether t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from vllm_omni_session_state.config import ENV_MAX_SESSIONS
@@ -171,9 +171,9 @@ class Room:
         """
         table = self._table
         with table.lock:
-            seats = [table.seats[key] for key in table.order if key not in tried]
+            seats = (table.seats[key] for key in table.order if key not in tried)
             if self._on_device() + newcomers > self.max_sessions:
-                seat = next(iter(seats), None)
+                seat = next(seats, None)
             else:
                 seat = self._oldest_that_helps(seats)
             if seat is not None:
@@ -181,20 +181,18 @@ class Room:
                 self._take(seat)
             return seat
 
-    def _take(self, seat: Seat) -> None:
-        self._table.take(seat)
-        seat.moving = True
-
-    def _oldest_that_helps(self, seats: list[Seat]) -> Seat | None:
+    def _oldest_that_helps(self, seats: Iterator[Seat]) -> Seat | None:
         """The oldest session whose going helps to bring the bytes under the budget. Lock held."""
         accounts, excess = self._table.accounts, self._excess()
         if self._declared_nbytes is not None:
-            return seats[0] if seats and excess else None
+            return next(seats, None) if excess else None
         owners: list[int] = []
-        while len(owners) < len(seats) and accounts.freed_without(owners) < excess:
-            owners.append(seats[len(owners)].session.serial)
-        freed = accounts.freed_without(owners)
-        for index, seat in enumerate(seats[: len(owners)]):
+        freed = 0
+        while freed < excess and (seat := next(seats, None)) is not None:
+            going.append(seat)
+            owners.append(seat.session.serial)
+            freed = accounts.freed_without(owners)
+        for index, seat in enumerate(going):
             # One whose every byte another of them reaches frees nothing by going.
             if freed > accounts.freed_without(owners[:index] + owners[index + 1 :]):
                 return seat

@@ -6,12 +6,17 @@ after everything that the current stream has queued, and the call waits for them
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 
 import torch
 
 ALIGNMENT = 512
 """Bytes to which each storage's place in a slab is rounded up, as allocators on accelerators do."""
+
+_HUGE = 2 << 20
+"""Bytes of a huge page; a smaller slab can have none."""
 
 
 def slab_nbytes(sizes: Sequence[int]) -> int:
@@ -31,8 +36,8 @@ def to_slab(storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
     sizes = [storage.nbytes() for storage in storages]
     on_device = any(storage.device.type != "cpu" for storage in storages)
     try:
-        slab = torch.empty(slab_nbytes(sizes), dtype=torch.uint8, pin_memory=on_device)
-    except RuntimeError as error:
+        slab = _host_memory(slab_nbytes(sizes), pinned=on_device)
+    except (RuntimeError, OSError) as error:
         raise MemoryError(f"no host memory for {slab_nbytes(sizes)} bytes: {error}") from error
     _copy([(_bytes(storage), part) for storage, part in zip(storages, _parts(slab, sizes), strict=True)])
     return slab
@@ -55,6 +60,16 @@ def from_slab(slab: torch.Tensor, sizes: Sequence[int], device: torch.device) ->
         raise MemoryError(f"no memory on {device} for {sum(sizes)} bytes: {error}") from error
     _copy(list(zip(_parts(slab, sizes), new, strict=True)))
     return [tensor.untyped_storage() for tensor in new]
+
+
+def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    if pinned or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    # Each page is written once, and the fault that brings it takes several times as long as its bytes do.
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def _aligned(size: int) -> int:
