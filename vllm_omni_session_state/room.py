@@ -181,11 +181,16 @@ class Room:
                 self._take(seat)
             return seat
 
+    def _take(self, seat: Seat) -> None:
+        self._table.take(seat)
+        seat.moving = True
+
     def _oldest_that_helps(self, seats: Iterator[Seat]) -> Seat | None:
         """The oldest session whose going helps to bring the bytes under the budget. Lock held."""
         accounts, excess = self._table.accounts, self._excess()
         if self._declared_nbytes is not None:
             return next(seats, None) if excess else None
+        going: list[Seat] = []
         owners: list[int] = []
         freed = 0
         while freed < excess and (seat := next(seats, None)) is not None:
