@@ -36,8 +36,9 @@ def tensors(draw):
             ]
         chosen = draw(st.lists(st.sampled_from(range(len(views))), min_size=1, max_size=4))
         made += [views[index] for index in chosen]
-        if draw(st.booleans()) and dtype is torch.float32 and not inference:
-            made.append(torch.ones(3, requires_grad=True))
+        if draw(st.booleans()):
+            with torch.inference_mode(inference):
+                made.append(torch.ones(3, requires_grad=True))
     return made
 
 
