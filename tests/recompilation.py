@@ -1,4 +1,4 @@
-"""Compiled code that counts its compilations, and restores that bring back something else: for two tests."""
+"""Compiled code that counts its compilations, and restores that bring back something else."""
 
 from __future__ import annotations
 

@@ -1,0 +1,58 @@
+"""Slabs: every bit is in them, in huge pages or small ones, and no memory is a ``MemoryError``."""
+
+import mmap
+
+import pytest
+import torch
+
+from vllm_omni_session_state import transfer
+
+SIZES = (3 << 20, 1, 700, 5 << 20)
+
+
+def storages():
+    draw = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=draw).untyped_storage() for size in SIZES
+    ]
+
+
+class NoHugePages(mmap.mmap):
+    """Memory on a kernel that was built without them."""
+
+    def madvise(self, *_):
+        raise OSError(22, "Invalid argument")
+
+
+def no_memory(*_, **__):
+    raise OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("kernel", [mmap.mmap, NoHugePages])
+def test_a_large_slab_holds_every_bit_with_huge_pages_and_without(monkeypatch, kernel):
+    monkeypatch.setattr(mmap, "mmap", kernel)
+    originals = storages()
+    slab = transfer.to_slab(originals)
+    assert slab.nbytes == transfer.slab_nbytes(SIZES) > sum(SIZES)
+    assert slab.untyped_storage().nbytes() == slab.nbytes, "it is charged for what it takes"
+    back = transfer.from_slab(slab, SIZES, torch.device("cpu"))
+    assert [storage.tolist() for storage in back] == [storage.tolist() for storage in originals]
+    assert not {storage.data_ptr() for storage in back} & {storage.data_ptr() for storage in originals}
+
+
+def test_a_slab_for_which_the_machine_has_no_memory_is_a_memory_error(monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", no_memory)
+    with pytest.raises(MemoryError, match=f"no host memory for {transfer.slab_nbytes(SIZES)} bytes"):
+        transfer.to_slab(storages())
+
+
+def test_the_memory_of_a_slab_goes_back_when_nobody_holds_it():
+    def mapped():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * mmap.PAGESIZE
+
+    before = mapped()
+    slab = transfer.to_slab([torch.zeros(64 << 20, dtype=torch.uint8).untyped_storage()])
+    assert mapped() - before >= 64 << 20
+    del slab
+    assert mapped() - before < 8 << 20
