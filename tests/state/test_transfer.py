@@ -1,6 +1,7 @@
 """Slabs: every bit is in them, in huge pages or small ones, and no memory is a ``MemoryError``."""
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ def storages():
     return [
         torch.randint(0, 256, (size,), dtype=torch.uint8, generator=draw).untyped_storage() for size in SIZES
     ]
+
+
+def content(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class NoHugePages(mmap.mmap):
@@ -36,7 +41,7 @@ def test_a_large_slab_holds_every_bit_with_huge_pages_and_without(monkeypatch, k
     assert slab.nbytes == transfer.slab_nbytes(SIZES) > sum(SIZES)
     assert slab.untyped_storage().nbytes() == slab.nbytes, "it is charged for what it takes"
     back = transfer.from_slab(slab, SIZES, torch.device("cpu"))
-    assert [storage.tolist() for storage in back] == [storage.tolist() for storage in originals]
+    assert all(torch.equal(content(a), content(b)) for a, b in zip(back, originals, strict=True))
     assert not {storage.data_ptr() for storage in back} & {storage.data_ptr() for storage in originals}
 
 
@@ -48,8 +53,7 @@ def test_a_slab_for_which_the_machine_has_no_memory_is_a_memory_error(monkeypatc
 
 def test_the_memory_of_a_slab_goes_back_when_nobody_holds_it():
     def mapped():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * mmap.PAGESIZE
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
     before = mapped()
     slab = transfer.to_slab([torch.zeros(64 << 20, dtype=torch.uint8).untyped_storage()])
