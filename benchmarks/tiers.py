@@ -23,6 +23,7 @@ from memory to memory: what a GPU's bus would add is not here.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import math
 import statistics
@@ -30,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = [tuple(-(-length // 16) for length in shape) for shape in shapes]
     console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
     one_thread()
+    if not asked.recycle:
+        _take_memory_from_the_system()
     place = machine()
     console.print(_header(shapes, place, rounds=rounds))
     found = moves(shapes, rounds=rounds, aside=aside) | leases(rounds=rounds)
@@ -231,7 +234,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="2 rounds of tiny tensors: does it run? Its figures mean nothing"
     )
+    parser.add_argument(
+        "--recycle", action="store_true", help="let the C library hand out memory again that was let go"
+    )
     return parser
+
+
+def _take_memory_from_the_system() -> None:
+    m_mmap_threshold = -3  # of glibc's <malloc.h>
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
 
 
 def _header(shapes: Shapes, place: Machine, *, rounds: int) -> Table:
