@@ -107,11 +107,21 @@ def _vllm_serve(arguments: list[str]) -> None:
     assert serve_arguments(arguments)["model"] in ("GEAR-Dreams/DreamZero-DROID", "nvidia/Cosmos3-Nano")
 
 
+def _python_module(arguments: list[str]) -> None:
+    """A benchmark of this clone that knows these options."""
+    name, *options = arguments
+    assert (PROJECT / f"{name.replace('.', '/')}.py").is_file(), f"there is no {name} in a clone"
+    command = [sys.executable, "-m", name, "--help"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert all(f" [{option}]" in done.stdout for option in options), f"{name} does not know {options}"
+
+
 KINDS: dict[tuple[str, ...], Callable[[list[str]], None]] = {
     ("make",): _make,
     ("pip", "install"): _pip_install,
     ("pip", "uninstall"): _pip_uninstall,
     ("vllm", "serve"): _vllm_serve,
+    ("python", "-m"): _python_module,
 }
 
 

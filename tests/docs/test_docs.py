@@ -124,7 +124,14 @@ def test_every_command_is_known_and_right(block):
 
 
 def test_an_unknown_command_a_wrong_target_and_a_wrong_setting_are_caught():
-    for line in ("rm -rf /", "make coffee", f"export {ENV_FLAG}=maybe", "pip install vllm", "vllm serve x"):
+    for line in (
+        "rm -rf /",
+        "make coffee",
+        f"export {ENV_FLAG}=maybe",
+        "pip install vllm",
+        "vllm serve x",
+        "python -m benchmarks.tiers --fast",
+    ):
         with pytest.raises(AssertionError):
             shell.check(line)
 
