@@ -19,6 +19,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# An import of the API server gives each handler of the root logger, also those of pytest, this level.
+os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
@@ -50,23 +52,7 @@ def dreamzero_checkpoint():
         yield write_dreamzero(folder)
 
 
-class _Forward(logging.Handler):
-    """Hands every record on: an import of the host lowers the level of the handlers that are there."""
-
-    def __init__(self, to):
-        super().__init__()
-        self.to = to
-
-    def emit(self, record):
-        self.to.emit(record)
-
-
 @pytest.fixture(autouse=True)
-def _log_lines_reach_the_tests(caplog, monkeypatch):
-    """Straight from the plugin's logger: an import of the host, also in a test, sets up the ones above it."""
-    logger = logging.getLogger("vllm_omni.session_state")
-    monkeypatch.setattr(logger, "propagate", False)
-    forward = _Forward(caplog.handler)
-    logger.addHandler(forward)
-    yield
-    logger.removeHandler(forward)
+def _log_lines_reach_the_tests(monkeypatch):
+    """Have pytest listen at the plugin's own logger: an import of the host sets up the loggers above it."""
+    monkeypatch.setattr(logging.getLogger("vllm_omni.session_state"), "propagate", False)
