@@ -110,7 +110,7 @@ def settle_forgets_the_host():
 
 
 def settle_never_runs():
-    return mock.patch.object(SessionStateManager, "settle", return_value=())
+    return mock.patch.object(SessionStateManager, "settle", return_value=((), None))
 
 
 def contents_without_the_objects():
