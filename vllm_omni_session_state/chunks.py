@@ -52,7 +52,7 @@ class Chunks(list[ItemT]):
         """Stand in for ``other`` from now on: take its run over, if this begins with its very items."""
         run = other.run
         if run is not None and len(self) >= run.count and all(map(is_, islice(other, run.count), self)):
-            self.run, other.run = run, None
+            self.run = run
 
     def __reduce_ex__(self, _: object) -> tuple[Callable[..., Any], tuple[()], None, Iterator[ItemT]]:
         return list, (), None, iter(self)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import torch
-
 from vllm_omni_session_state.ascending import Ascending
 from vllm_omni_session_state.chunks import Chunks, Run
 from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
+from vllm_omni_session_state.glance import is_plain
 from vllm_omni_session_state.regions import Region, Union, union
 
 
@@ -132,12 +131,8 @@ def grown(lists: Sequence[Chunks[Any]], pile: Pile | None) -> Growth:
     for each, run in zip(lists, pile.runs, strict=True):
         covered = run.count
         new = each[covered:]
-        plain = list(takewhile(_is_plain, new))
+        plain = list(takewhile(is_plain, new))
         joining += plain
         rest += new[len(plain) :]
         counts.append(covered + len(plain))
     return Growth(pile, tuple(counts), footprint(*joining) if joining else NOTHING, rest)
-
-
-def _is_plain(item: object) -> bool:
-    return type(item) is torch.Tensor and not item.requires_grad and not item.__dict__

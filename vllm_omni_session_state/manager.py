@@ -22,6 +22,7 @@ from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSI
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import NOTHING, footprint
+from vllm_omni_session_state.glance import Glance, is_plain, items_of
 from vllm_omni_session_state.growth import Growth, Pile, grown
 from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
@@ -80,6 +81,7 @@ class SessionStateManager:
             exchange=exchange,
         )
         self.declaration = declaration
+        self._glances: dict[str, Glance | None] = {}  # of what is outside, by its name
 
     @property
     def declaration(self) -> Declaration | None:
@@ -236,10 +238,19 @@ class SessionStateManager:
         return device.regions, pile
 
     def charge_outside(self, name: str, *values: object) -> None:
-        """Say what the host keeps of sessions outside of them, under a name of its own."""
+        """Say what the host keeps of sessions outside of them, under a name of its own.
+
+        Tensors, or lists of tensors, that are the same as the last time are not walked again.
+        """
+        items = items_of(values)
+        last = self._glances.get(name)
+        if last is not None and last.same(items):
+            return
         regions = footprint(*values).regions
+        glance = Glance(items) if all(map(is_plain, items)) else None
         with self._table.lock:
             self._table.accounts.charge_outside(name, regions)
+            self._glances[name] = glance
 
     def drop_session(self, session_id: str | None) -> bool:
         """End a session and free all it holds, also for whoever still holds it.

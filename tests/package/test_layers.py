@@ -17,8 +17,8 @@ ROWS = (
     ("pack", "transfer", "tiers", "parking", "lease"),
     ("contract", "objects", "session", "listing"),
     (
-        *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "growth", "ledger"),
-        *("accounts", "order"),
+        *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
+        *("ledger", "accounts", "order"),
     ),
     ("errors", "events", "sizes", "config", "regions", "ids", "losses"),
 )
