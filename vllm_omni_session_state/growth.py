@@ -23,6 +23,9 @@ from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
 from vllm_omni_session_state.glance import is_plain
 from vllm_omni_session_state.regions import Region, Union, union
 
+SHORT = 16
+"""Items of a list that costs less to walk each time than to keep account of."""
+
 
 class Pile:
     """Disjoint regions in the order of their arrival; none ever leaves.

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
+from vllm_omni_session_state import growth
 from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import SessionParkedError
 from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
-from vllm_omni_session_state.growth import Pile
 from vllm_omni_session_state.ids import shown
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Role(NamedTuple):
 
     Attributes:
         values: Those that are walked at each settlement.
-        lists: Those that are mostly appended to.
+        lists: Those that are mostly appended to, and long.
     """
 
     values: list[object]
@@ -71,7 +71,7 @@ class SessionState:
         self.attrs: dict[str, object] = {}
         self._objects: dict[str, StateObject[Any, Any]] = {}
         self._away: tuple[dict[str, object], dict[str, StateObject[Any, Any]]] | None = None
-        self.pile: Pile | None = None
+        self.pile: growth.Pile | None = None
 
     @property
     def objects(self) -> dict[str, StateObject[Any, Any]]:
@@ -184,7 +184,7 @@ class SessionState:
             (host if name in on_host else device).values.append(value)
         for name, obj in list(self._objects.items()):
             role = host if name in on_host else device
-            if (growing := obj.growing) is not None:
+            if (growing := obj.growing) is not None and len(growing) > growth.SHORT:
                 role.lists.append(growing)
             elif obj.resident:
                 role.values.append(obj.export_payload())

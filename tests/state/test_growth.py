@@ -8,7 +8,7 @@ import pytest
 import torch
 from profiles import count
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state import LatentBuffer, SessionStateManager, growth
 from vllm_omni_session_state.addresses import AddressSpace
 from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.footprint import footprint
@@ -20,6 +20,11 @@ def allocated():
     buffer = LatentBuffer()
     buffer.allocate()
     return buffer
+
+
+@pytest.fixture(autouse=True)
+def one_chunk_is_many(monkeypatch):
+    monkeypatch.setattr(growth, "SHORT", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +100,9 @@ CHANGES = {
     "__setitem__": lambda chunks: chunks.__setitem__(1, fresh(1000)),
     "a slice": lambda chunks: chunks.__setitem__(slice(1, 2), [fresh(1000), fresh(2000)]),
     "__delitem__": lambda chunks: chunks.__delitem__(0),
-    "__imul__": lambda chunks: chunks.__imul__(0),
+    "__imul__": lambda chunks: chunks.__imul__(0).append(fresh(1000)),
     "__init__": lambda chunks: chunks.__init__([fresh(1000)]),
-    "clear": lambda chunks: chunks.clear(),
+    "clear": lambda chunks: chunks.clear() or chunks.append(fresh(1000)),
     "insert": lambda chunks: chunks.insert(0, fresh(1000)),
     "pop": lambda chunks: chunks.pop(0),
     "remove": lambda chunks: chunks.remove(chunks[0]),
@@ -161,6 +166,29 @@ def test_a_chunk_in_two_places_counts_once_and_stays_with_the_last():
         session.get("film").container.clear()
     assert manager.stats()["total_nbytes"] == 100
     manager.check()
+
+
+def test_a_chunk_that_is_held_beside_its_list_counts_once_when_it_comes_to_it():
+    manager = SessionStateManager()
+    with manager.lease("a") as session:
+        session.attrs["x"] = chunk = fresh(100)
+        session.put("film", allocated()).append(fresh(10))
+    with manager.lease("a") as session:
+        session.get("film").append(chunk)
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (110, 0)
+    manager.check()
+
+
+def test_a_short_list_is_walked_and_a_long_one_is_not(monkeypatch):
+    monkeypatch.setattr(growth, "SHORT", 3)
+    manager = SessionStateManager()
+    for chunks, walked in ((3, 3), (4, 4), (5, 1)):
+        with manager.lease("a") as session:
+            buffer = session.get_or_create("film", allocated, LatentBuffer)
+            buffer.extend(fresh(10) for _ in range(chunks - len(buffer)))
+            tensors, _, _ = Work().of(manager.settle, session)
+        assert tensors == walked
+        assert manager.stats()["total_nbytes"] == chunks * 10
 
 
 def test_a_storage_that_is_exchanged_in_place_is_seen_when_the_list_is_walked_again():

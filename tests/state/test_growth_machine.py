@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from profiles import sized
 from test_growth import allocated
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state import LatentBuffer, SessionStateManager, growth
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.regions import union
 from vllm_omni_session_state.session import Declaration
@@ -204,10 +204,15 @@ def nbytes(regions):
     return sum(region.nbytes for region in regions)
 
 
+@pytest.fixture(autouse=True, params=[0, 2], ids="short {}".format)
+def a_few_chunks_are_many(request, monkeypatch):
+    monkeypatch.setattr(growth, "SHORT", request.param)
+
+
 @pytest.fixture(autouse=True)
 def quiet(caplog):
     caplog.set_level(logging.CRITICAL, logger="vllm_omni.session_state")
 
 
-TestGrowthMachine = GrowthMachine.TestCase
-TestGrowthMachine.settings = sized(2000, stateful_step_count=30)
+def test_after_any_change_to_any_list_the_figures_are_a_recount():
+    run_state_machine_as_test(GrowthMachine, settings=sized(1000, stateful_step_count=30))
