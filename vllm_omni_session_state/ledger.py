@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from vllm_omni_session_state.growth import Pile
 
-FEW = 8
-"""Regions that came to a pile of which each is compared with all others, rather than all be charged anew."""
-
 _Spans = dict[str, dict[int, int]]  # by device the regions of one charge, disjoint and sorted: start -> stop
 
 
@@ -55,8 +52,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._charges: dict[Hashable, _Spans] = {}
-        # The pile, how many of its regions are charged, and what was charged beside it, as it was given.
-        self._piles: dict[Hashable, tuple[Pile, int, Iterable[Region]]] = {}
+        self._piles: dict[Hashable, tuple[Pile, int]] = {}  # and how many of its regions are charged
         self._devices: dict[str, AddressSpace] = {}
 
     def __contains__(self, owner: Hashable) -> bool:
@@ -77,13 +73,11 @@ class Ledger:
         Raises:
             ValueError: A region is of no or negative length. Nothing has changed then.
         """
-        if pile is not None and self._extended(owner, regions, pile):
-            return
         new = _spans(union(regions) if pile is None else pile.without(regions))
         old = self._charges.get(owner, {})
         self._charges[owner] = new
         if pile is not None or owner in self._piles:
-            old, new = self._with_piles(owner, old, new, pile, regions)
+            old, new = self._with_piles(owner, old, new, pile)
         if new != old:
             self._replace(old, new)
 
@@ -164,30 +158,16 @@ class Ledger:
             raise UnknownOwnerError(owner) from None
         if owner not in self._piles:
             return own
-        pile, charged, _ = self._piles[owner]
+        pile, charged = self._piles[owner]
         return _spans(pile.log[:charged], onto=own)
 
-    def _extended(self, owner: Hashable, regions: Iterable[Region], pile: Pile) -> bool:
-        """Charge a few regions on the pile if they are all that is new, and apart from the rest; else False."""
-        last, charged, beside = self._piles.get(owner, (None, 0, ()))
-        come = pile.log[charged : charged + FEW]
-        if pile is not last or len(pile.log) - charged >= FEW or regions != beside:
-            return False
-        for name, start, nbytes in come:
-            for device, address, length in regions:
-                if address < start + nbytes and start < address + length and name == device:
-                    return False
-        self._piles[owner] = pile, len(pile.log), regions
-        self._replace({}, _spans(come))
-        return True
-
     def _with_piles(
-        self, owner: Hashable, old: _Spans, new: _Spans, pile: Pile | None, regions: Iterable[Region]
+        self, owner: Hashable, old: _Spans, new: _Spans, pile: Pile | None
     ) -> tuple[_Spans, _Spans]:
         """What goes and what comes, with what is different on the pile; notes the new one."""
-        last, charged, _ = self._piles.pop(owner, (None, 0, ()))
+        last, charged = self._piles.pop(owner, (None, 0))
         if pile is not None:
-            self._piles[owner] = pile, len(pile.log), regions
+            self._piles[owner] = pile, len(pile.log)
             come = pile.log[charged if pile is last else 0 :]
             new = _spans(come, onto=new) if come else new
         if last is not None and last is not pile:

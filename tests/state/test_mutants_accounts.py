@@ -14,7 +14,7 @@ from vllm_omni_session_state import SessionStateManager, accounts, ledger
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.addresses import AddressSpace
 from vllm_omni_session_state.ledger import Ledger
-from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.session import Declaration, Role, SessionState
 from vllm_omni_session_state.tangle import Tangle
 
 FEW = settings(
@@ -114,7 +114,10 @@ def settle_never_runs():
 
 
 def contents_without_the_objects():
-    return mock.patch.object(SessionState, "contents", lambda self, **_: list(self.attrs.values()))
+    nothing = Role([], [])
+    return mock.patch.object(
+        SessionState, "roles", lambda self, _: (Role([*self.attrs.values()], []), nothing)
+    )
 
 
 def close_keeps_what_is_staged():

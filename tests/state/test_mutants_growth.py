@@ -11,7 +11,7 @@ import test_growth_machine as machine_tests
 from hypothesis.stateful import run_state_machine_as_test
 from test_mutants_accounts import FEW
 
-from vllm_omni_session_state import glance, growth, ledger, pack
+from vllm_omni_session_state import glance, growth, pack
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.growth import Growth, Pile
@@ -31,10 +31,6 @@ def any_change():
 
 def a_chunk_that_is_no_tensor():
     growth_tests.test_a_chunk_that_is_no_tensor_is_walked_each_time()
-
-
-def a_chunk_beside_itself():
-    growth_tests.test_a_chunk_that_is_held_beside_its_list_counts_once_when_it_comes_to_it()
 
 
 def constant_work():
@@ -114,10 +110,10 @@ def what_a_pile_has_is_added_again():
 def what_came_is_charged_twice():
     with_piles = Ledger._with_piles
 
-    def forgetful(self, owner, old, new, pile, regions):
-        delta = with_piles(self, owner, old, new, pile, regions)
+    def forgetful(self, owner, old, new, pile):
+        delta = with_piles(self, owner, old, new, pile)
         if pile is not None:
-            self._piles[owner] = pile, 0, regions
+            self._piles[owner] = pile, 0
         return delta
 
     return mock.patch.object(Ledger, "_with_piles", forgetful)
@@ -130,29 +126,6 @@ def a_pile_that_is_left_stays_charged():
         return old, with_piles(self, owner, {}, *rest)[1]
 
     return mock.patch.object(Ledger, "_with_piles", forgetful)
-
-
-def what_came_overlaps_nothing():
-    def extended(self, owner, regions, pile):
-        last, charged, beside = self._piles.get(owner, (None, 0, ()))
-        if pile is not last or regions != beside:
-            return False
-        self._piles[owner] = pile, len(pile.log), regions
-        self._replace({}, ledger._spans(pile.log[charged:]))
-        return True
-
-    return mock.patch.object(Ledger, "_extended", extended)
-
-
-def what_is_beside_a_pile_never_changes():
-    extended = Ledger._extended
-    return mock.patch.object(
-        Ledger,
-        "_extended",
-        lambda self, owner, regions, pile: extended(
-            self, owner, self._piles.get(owner, ((), (), ()))[2], pile
-        ),
-    )
 
 
 def a_pile_survives_its_owner():
@@ -216,8 +189,6 @@ CAUGHT_BY = {
     what_a_pile_has_is_added_again: any_life_of_lists,
     what_came_is_charged_twice: any_life_of_lists,
     a_pile_that_is_left_stays_charged: a_chunk_that_is_replaced,
-    what_came_overlaps_nothing: a_chunk_beside_itself,
-    what_is_beside_a_pile_never_changes: any_life_of_lists,
     a_pile_survives_its_owner: a_chunk_that_is_replaced,
     a_pile_is_in_the_other_role: any_life_of_lists,
     lists_of_the_other_role_are_forgotten: any_life_of_lists,
