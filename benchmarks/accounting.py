@@ -15,13 +15,17 @@ the rounds of the round's own median:
 ``settle_over_intree_walk``
     The same over in-tree's walk of the same session, of which ``stats()`` does one for each session. At most
     3 is wanted.
+``settle_10000_over_1``
+    ``settle()`` of a session like those, after one more chunk came to an append buffer, when that holds
+    10,000 chunks over when it holds 1. At most 1.5 is wanted.
 ``books_share_of_step``
     Steps of the tiny DreamZero with the flag on: what the plugin's own code takes of them (session lookup,
     lease, view, every field read or written, settlement, the VAE's copy), over the steps. At most 0.01 is
     wanted. A round is one attention window of 4 steps, of which the first fills it anew and takes four times
-    as long; ``books_share_of_short_step`` is that of the others alone. Field access is clocked call by call,
-    and the clock's own time counts as the plugin's. The session goes on, and what it keeps for decoding
-    grows by one tensor a step.
+    as long; ``books_share_of_short_step`` is that of the others alone, and
+    ``books_share_of_shortest_step`` that of the shortest one, at most 0.01 too. Field access is clocked call
+    by call, and the clock's own time counts as the plugin's. The session goes on, and what it keeps for
+    decoding grows by one tensor a step.
 
 Times are CPU time of the one thread, so that what else the machine does shows only through its caches.
 """
@@ -45,13 +49,15 @@ from rich.table import Table
 
 from benchmarks.measure import Machine, Spread, last_line, machine, one_thread
 
-SESSIONS, VALUES, BUFFERS, MANY, WINDOW = 64, 30, 4, 1024, 4
+SESSIONS, VALUES, BUFFERS, MANY, WINDOW, CHUNKS = 64, 30, 4, 1024, 4, 10_000
 AT_LEAST = {"stats_speedup_64": 100.0}
 AT_MOST = {
     "stats_1024_over_1": 1.5,
     "settle_us": 100.0,
     "settle_over_intree_walk": 3.0,
+    "settle_10000_over_1": 1.5,
     "books_share_of_step": 0.01,
+    "books_share_of_shortest_step": 0.01,
 }
 Figures = dict[str, list[float]]
 
@@ -75,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, measure, turns in (
         ("stats()", stats, rounds),
         ("settle()", settle, rounds),
+        ("settle() of a long session", chunks, rounds),
         ("steps of the tiny DreamZero", step, windows),
     ):
         aside.print(f"Measuring {name} ...")
@@ -145,6 +152,28 @@ def settle(rounds: int) -> Figures:
     return figures
 
 
+def chunks(rounds: int) -> Figures:
+    """Our ``settle()`` of one session with 10,000 chunks and one with 1, each after one more came."""
+    import torch
+
+    figures: Figures = {name: [] for name in ("settle_chunk_us", "settle_10000_over_1")}
+    for _ in range(rounds):
+        pair = Pair(2, in_tree=False)
+        buffers: list[Any] = [session.get("value 0") for session in pair.sessions]
+        buffers[1].extend(torch.zeros(256) for _ in range(CHUNKS - 1))
+        taken: list[list[int]] = [[], []]
+        for turn in range(101):
+            for session, buffer, times in zip(pair.sessions, buffers, taken, strict=True):
+                buffer.append(torch.zeros(256))
+                spent = _ns(pair.ours.settle, session)
+                if turn:  # the first one looks at all that came
+                    times.append(spent)
+        few, many = map(statistics.median, taken)
+        figures["settle_chunk_us"].append(many / 1000)
+        figures["settle_10000_over_1"].append(many / few)
+    return figures
+
+
 def step(windows: int) -> Figures:
     """Steps of one session of the real pipeline at tiny sizes, flag on, with the plugin's code clocked."""
     import numpy as np
@@ -154,7 +183,11 @@ def step(windows: int) -> Figures:
     from benchmarks.plugin_clock import PluginClock
 
     figures: Figures = {
-        name: [] for name in ("step_ms", "books_ms", "books_share_of_step", "books_share_of_short_step")
+        name: []
+        for name in (
+            *("step_ms", "books_ms", "books_share_of_step"),
+            *("books_share_of_short_step", "books_share_of_shortest_step"),
+        )
     }
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder, TinyDreamZero(write_dreamzero(folder), flag=True) as model:
@@ -176,6 +209,7 @@ def step(windows: int) -> Figures:
             figures["books_share_of_short_step"].append(
                 sum(each for _, each in short) / sum(each for each, _ in short)
             )
+            figures["books_share_of_shortest_step"].append(short[0][1] / short[0][0])
     return figures
 
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
+from vllm_omni_session_state.growth import Growth, Pile
 from vllm_omni_session_state.ledger import Ledger
 from vllm_omni_session_state.regions import Region
 
@@ -33,14 +34,14 @@ class _Late:
 
     def __init__(self) -> None:
         self._ledger = Ledger()
-        self._later: dict[int, tuple[Region, ...] | None] = {}  # ``None``: to be released
+        self._later: dict[int, tuple[tuple[Region, ...], Pile | None] | None] = {}  # ``None``: to be released
 
     def __contains__(self, owner: int) -> bool:
         return self._later[owner] is not None if owner in self._later else owner in self._ledger
 
-    def charge(self, owner: int, regions: tuple[Region, ...]) -> None:
+    def charge(self, owner: int, regions: tuple[Region, ...], pile: Pile | None = None) -> None:
         """As the ledger's, later."""
-        self._later[owner] = regions
+        self._later[owner] = regions, pile
 
     def release(self, owner: int) -> None:
         """As the ledger's, later."""
@@ -55,9 +56,9 @@ class _Late:
     def told(self) -> Ledger:
         """The ledger, up to date."""
         while self._later:
-            owner, regions = self._later.popitem()
-            if regions is not None:
-                self._ledger.charge(owner, regions)
+            owner, held = self._later.popitem()
+            if held is not None:
+                self._ledger.charge(owner, *held)
             elif owner in self._ledger:
                 self._ledger.release(owner)
         return self._ledger
@@ -89,6 +90,8 @@ class Accounts:
         device: tuple[Region, ...] = (),
         host: tuple[Region, ...] = (),
         staged: tuple[Region, ...] = (),
+        growth: Growth | None = None,
+        growth_on_host: bool = False,
     ) -> None:
         """Replace a session's charge by what it holds now; one that has ended is charged no more.
 
@@ -97,15 +100,21 @@ class Accounts:
             device: What its model keeps on the device.
             host: What its model keeps in host memory, and what is parked there.
             staged: What is staged.
+            growth: What its growing lists hold beside that, in one of the two.
+            growth_on_host: Whether that is host memory.
         """
         self._close_ended()
+        pile = None
+        if growth is not None:
+            growth.join()
+            pile = growth.pile
         if owner in self._table:
-            self._table.charge(owner, device + host if host else device)
-            self._host.charge(owner, host)
+            self._table.charge(owner, device + host if host else device, pile)
+            self._host.charge(owner, host, pile if growth_on_host else None)
             if owner in self._idle:
-                self._idle.charge(owner, device)
+                self._idle.charge(owner, device, None if growth_on_host else pile)
         elif owner in self._detached:
-            self._detached.charge(owner, device + host if host else device)
+            self._detached.charge(owner, device + host if host else device, pile)
         else:
             return
         self._staged.charge(owner, staged)
@@ -114,9 +123,9 @@ class Accounts:
         """Somebody uses a session: it is no candidate to leave the device."""
         self._idle.release(owner)
 
-    def idle(self, owner: int, device: tuple[Region, ...]) -> None:
-        """Nobody uses a session any more."""
-        self._idle.charge(owner, device)
+    def idle(self, owner: int, device: tuple[Region, ...], pile: Pile | None = None) -> None:
+        """Nobody uses a session any more; what it holds on the device, with a pile of it."""
+        self._idle.charge(owner, device, pile)
 
     def idle_nbytes(self) -> int:
         """Bytes on the device of the sessions that nobody uses."""

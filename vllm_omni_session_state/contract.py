@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
+from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.errors import NothingStagedError
 from vllm_omni_session_state.footprint import Footprint, footprint
 from vllm_omni_session_state.release import Watch
@@ -141,6 +142,11 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
         Raises:
             BadPayloadError: If this kind of object never exported such a tree; nothing has changed.
         """
+
+    @property
+    def growing(self) -> Chunks[Any] | None:
+        """The list that is all of the committed content, if it is one that is mostly appended to."""
+        return None
 
     def footprint(self) -> Footprint:
         """The memory that the committed content keeps alive."""

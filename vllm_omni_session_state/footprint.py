@@ -94,7 +94,7 @@ class Footprint:
     @property
     def nbytes(self) -> int:
         """Bytes on all devices together."""
-        return sum(region.nbytes for region in self.regions)
+        return sum([nbytes for _, _, nbytes in self.regions])
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes per device; a device with none is absent."""

@@ -9,7 +9,8 @@ totalled apart keeps one ledger for each and moves an owner with ``detached.char
 table.regions(owner))`` and ``table.release(owner)``. A byte reached from two ledgers counts in both.
 
 **Cost.** Totals are kept, never summed: reading them does not depend on the number of owners. A charge
-costs as much as the owner's regions that changed since its last one, each found by a binary search.
+costs as much as the owner's regions that changed since its last one, each found by a binary search. What
+lies on a pile that only grows is charged once: of it a charge costs what came since the last one.
 
 **Locking.** None here: the caller holds the lock that guards its sessions. Nothing blocks.
 """
@@ -23,6 +24,8 @@ from vllm_omni_session_state.regions import Region, nbytes_by_device, union
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
+
+    from vllm_omni_session_state.growth import Pile
 
 _Spans = dict[str, dict[int, int]]  # by device the regions of one charge, disjoint and sorted: start -> stop
 
@@ -45,10 +48,11 @@ class UnknownOwnerError(KeyError):
 class Ledger:
     """Who is charged for which memory, and what all of them hold together."""
 
-    __slots__ = ("_charges", "_devices")
+    __slots__ = ("_charges", "_devices", "_piles")
 
     def __init__(self) -> None:
         self._charges: dict[Hashable, _Spans] = {}
+        self._piles: dict[Hashable, tuple[Pile, int]] = {}  # and how many of its regions are charged
         self._devices: dict[str, AddressSpace] = {}
 
     def __contains__(self, owner: Hashable) -> bool:
@@ -58,23 +62,22 @@ class Ledger:
         """Every owner with a charge, also an empty one, in the order of their first charges."""
         return tuple(self._charges)
 
-    def charge(self, owner: Hashable, regions: Iterable[Region]) -> None:
+    def charge(self, owner: Hashable, regions: Iterable[Region], pile: Pile | None = None) -> None:
         """Charge ``owner`` for ``regions``, in place of what it was charged for before.
 
         Args:
             owner: Its name; a charge of no regions is a charge too.
-            regions: What it holds now; they may overlap.
+            regions: What it holds now; they may overlap, also what is on the pile.
+            pile: Regions that it holds as well. Once there is more on it, the owner is charged anew.
 
         Raises:
             ValueError: A region is of no or negative length. Nothing has changed then.
         """
-        new: _Spans = {}
-        for name, start, nbytes in union(regions):
-            if name not in new:
-                new[name] = {}
-            new[name][start] = start + nbytes
+        new = _spans(union(regions) if pile is None else pile.without(regions))
         old = self._charges.get(owner, {})
         self._charges[owner] = new
+        if pile is not None or owner in self._piles:
+            old, new = self._with_piles(owner, old, new, pile)
         if new != old:
             self._replace(old, new)
 
@@ -88,12 +91,15 @@ class Ledger:
             UnknownOwnerError: It has no charge, or has been released already.
         """
         freed = self.freed_without((owner,))
-        self._replace(self._charges.pop(owner), {})
+        gone = self._charge_of(owner)
+        self._piles.pop(owner, None)
+        del self._charges[owner]
+        self._replace(gone, {})
         return freed
 
     def regions(self, owner: Hashable) -> tuple[Region, ...]:
         """What ``owner`` is charged for: disjoint, sorted. Raises UnknownOwnerError."""
-        return tuple(
+        return union(
             Region(name, start, stop - start)
             for name, spans in self._charge_of(owner).items()
             for start, stop in spans.items()
@@ -133,9 +139,11 @@ class Ledger:
     def check(self) -> None:
         """Assert that the kept figures equal a recount from nothing. Changes nothing, and is slow."""
         charged: dict[str, list[tuple[int, int]]] = {}
-        for owner, devices in self._charges.items():
-            regions = self.regions(owner)
-            assert regions == union(regions), f"the charge of {owner!r} is not disjoint and sorted: {regions}"
+        for owner in self._charges:
+            devices = self._charge_of(owner)
+            reached = sum(region.nbytes for region in self.regions(owner))
+            charged_for = sum(stop - start for spans in devices.values() for start, stop in spans.items())
+            assert reached == charged_for, f"the charge of {owner!r} is not disjoint: {devices}"
             for name, spans in devices.items():
                 charged.setdefault(name, []).extend(spans.items())
         assert charged.keys() == self._devices.keys(), f"devices {set(self._devices)}, charged {set(charged)}"
@@ -143,10 +151,28 @@ class Ledger:
             device.check(charged[name])
 
     def _charge_of(self, owner: Hashable) -> _Spans:
+        """All that an owner is charged for, in no order."""
         try:
-            return self._charges[owner]
+            own = self._charges[owner]
         except KeyError:
             raise UnknownOwnerError(owner) from None
+        if owner not in self._piles:
+            return own
+        pile, charged = self._piles[owner]
+        return _spans(pile.log[:charged], onto=own)
+
+    def _with_piles(
+        self, owner: Hashable, old: _Spans, new: _Spans, pile: Pile | None
+    ) -> tuple[_Spans, _Spans]:
+        """What goes and what comes, with what is different on the pile; notes the new one."""
+        last, charged = self._piles.pop(owner, (None, 0))
+        if pile is not None:
+            self._piles[owner] = pile, len(pile.log)
+            come = pile.log[charged if pile is last else 0 :]
+            new = _spans(come, onto=new) if come else new
+        if last is not None and last is not pile:
+            old = _spans(last.log[:charged], onto=old)
+        return old, new
 
     def _replace(self, old: _Spans, new: _Spans) -> None:
         for name in {**old, **new}:
@@ -156,3 +182,13 @@ class Ledger:
             device.replace(old.get(name, {}), new.get(name, {}))
             if not device.total:
                 del self._devices[name]
+
+
+def _spans(regions: Iterable[Region], *, onto: _Spans | None = None) -> _Spans:
+    """Disjoint regions by device; with those of ``onto``, which is left as it is."""
+    spans: _Spans = {} if onto is None else {name: dict(held) for name, held in onto.items()}
+    for name, start, nbytes in regions:
+        if name not in spans:
+            spans[name] = {}
+        spans[name][start] = start + nbytes
+    return spans

@@ -22,6 +22,8 @@ from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSI
 from vllm_omni_session_state.errors import CannotParkError, SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import NOTHING, footprint
+from vllm_omni_session_state.glance import Glance, is_plain, items_of
+from vllm_omni_session_state.growth import Growth, Pile, grown
 from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
@@ -79,6 +81,7 @@ class SessionStateManager:
             exchange=exchange,
         )
         self.declaration = declaration
+        self._glances: dict[str, Glance | None] = {}  # of what is outside, by its name
 
     @property
     def declaration(self) -> Declaration | None:
@@ -191,25 +194,42 @@ class SessionStateManager:
 
     def _end_lease(self, seat: Seat) -> None:
         """Never raises but for an end too many: it runs after a forward's own body."""
-        device = self.settle(seat.session)
-        if self._table.end_lease(seat, device):
+        if self._table.end_lease(seat, *self.settle(seat.session)):
             self.drop_session(seat.session.key)
 
-    def settle(self, session: SessionState) -> tuple[Region, ...]:
+    def settle(self, session: SessionState) -> tuple[tuple[Region, ...], Pile | None]:
         """Charge a session for what it holds now. Never raises: it runs after a forward's own body.
 
+        It costs as much as what changes: of a list that is only appended to, what came since the last time.
+
         Returns:
-            What it holds on the device.
+            What it holds on the device, and the pile of what it holds there as well.
         """
-        on_host = self.room.on_host
-        device = footprint(*session.contents(without=on_host))
-        host = footprint(*session.contents(only=on_host)) if on_host else NOTHING
+        on_device, on_host = session.roles(self.room.on_host)
+        # One role's lists may grow; lists of the other one beside them are walked as any value is.
+        growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
+        still.values.extend(still.lists)
+        growth: Growth | None = None
+        if growing.lists:
+            growth = grown(growing.lists, session.pile)
+            growing.values.extend(growth.rest)
+        session.pile = pile = None if growth is None else growth.pile
+        device = footprint(*on_device.values)
+        host = footprint(*on_host.values) if on_host.values else NOTHING
         staged = session.staged_footprint()
         with self._table.lock:
             self._table.accounts.settle(
-                session.serial, device=device.regions, host=host.regions, staged=staged.regions
+                session.serial,
+                device=device.regions,
+                host=host.regions,
+                staged=staged.regions,
+                growth=growth,
+                growth_on_host=growing is on_host,
             )
-        for kind in device.opaque | host.opaque | staged.opaque:
+        if growing is on_host:
+            pile = None
+        found = NOTHING if growth is None else growth.found
+        for kind in device.opaque | host.opaque | staged.opaque | found.opaque:
             say_once(
                 logging.WARNING,
                 ("opaque", kind),
@@ -217,23 +237,34 @@ class SessionStateManager:
                 "footprint.register_children() opens a type",
                 kind,
             )
-        if self.declaration is not None and device.nbytes > self.declaration.device_nbytes:
+        declared = None if self.declaration is None else self.declaration.device_nbytes
+        nbytes = device.nbytes if pile is None or declared is None else pile.nbytes_with(device.regions)
+        if declared is not None and nbytes > declared:
             say_once(
                 logging.WARNING,
                 ("declared",),
                 "session %s holds %d bytes on the device and its model declared %d: the host reserves too "
                 "little, and a full pool can run out of memory",
                 shown(session.key),
-                device.nbytes,
-                self.declaration.device_nbytes,
+                nbytes,
+                declared,
             )
-        return device.regions
+        return device.regions, pile
 
     def charge_outside(self, name: str, *values: object) -> None:
-        """Say what the host keeps of sessions outside of them, under a name of its own."""
+        """Say what the host keeps of sessions outside of them, under a name of its own.
+
+        Tensors, or lists of tensors, that are the same as the last time are not walked again.
+        """
+        items = items_of(values)
+        last = self._glances.get(name)
+        if last is not None and last.same(items):
+            return
         regions = footprint(*values).regions
+        glance = Glance(items) if all(map(is_plain, items)) else None
         with self._table.lock:
             self._table.accounts.charge_outside(name, regions)
+            self._glances[name] = glance
 
     def drop_session(self, session_id: str | None) -> bool:
         """End a session and free all it holds, also for whoever still holds it.

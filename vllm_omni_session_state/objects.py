@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
+from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import (
     AlreadyEncodedError,
@@ -24,13 +25,13 @@ EncodedT = TypeVar("EncodedT")
 class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
     """Frames or latents in the order of their arrival: all of them, or a ring of the last ones.
 
-    Its content lives in one plain container that the object owns and hands out (``container``), because
-    a model's code appends to it, slices it and passes it to ``torch.cat``, which takes only a real list
-    or tuple.
+    Its content lives in one container that the object owns and hands out (``container``), because a
+    model's code appends to it, slices it and passes it to ``torch.cat``, which takes only a real list (or
+    one of a subclass) or tuple.
     """
 
     def __init__(self) -> None:
-        self._items: list[ItemT] | deque[ItemT] | None = None
+        self._items: Chunks[ItemT] | deque[ItemT] | None = None
         self._maxlen: int | None = None
 
     def allocate(self, *, maxlen: int | None = None) -> None:
@@ -57,8 +58,11 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
         """
         if maxlen is not None and maxlen < 1:
             raise ValueError(f"LatentBuffer maxlen={maxlen} keeps nothing; pass 1 or more, or None for all")
-        self._items = list(items) if maxlen is None else deque(items, maxlen=maxlen)
+        last = self.growing
+        self._items = Chunks(items) if maxlen is None else deque(items, maxlen=maxlen)
         self._maxlen = maxlen
+        if last is not None and self.growing is not None:
+            self.growing.succeed(last)
 
     @property
     def maxlen(self) -> int | None:
@@ -66,7 +70,7 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
         return self._maxlen
 
     @property
-    def container(self) -> list[ItemT] | deque[ItemT]:
+    def container(self) -> Chunks[ItemT] | deque[ItemT]:
         """The buffer's own list (append) or deque (ring), live: writing to it writes to the buffer.
 
         Raises:
@@ -75,6 +79,11 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
         if self._items is None:
             raise NotAllocatedError(type(self).__name__)
         return self._items
+
+    @property
+    def growing(self) -> Chunks[ItemT] | None:
+        """The list of an append buffer."""
+        return self._items if isinstance(self._items, Chunks) else None
 
     def extend(self, payloads: Iterable[ItemT]) -> None:
         """Append several items.

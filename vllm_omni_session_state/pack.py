@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from vllm_omni_session_state.chunks import Chunks
+
 _DEPTH = 100
 """Levels of nesting that are taken apart; what lies deeper stays whole. It bounds the recursion."""
 
@@ -113,7 +115,7 @@ class _Packing:
         return packed
 
     def _container(self, value: Any, depth: int) -> Any:
-        kind = type(value)
+        kind: Any = list if type(value) is Chunks else type(value)
         if kind in (list, deque, dict, OrderedDict):
             # Known before its items are looked at: it may hold itself.
             copy: Any = deque(maxlen=value.maxlen) if kind is deque else kind()

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
+from vllm_omni_session_state import growth
+from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import SessionParkedError
 from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
@@ -36,6 +38,18 @@ class Declaration:
     host_fields: frozenset[str]
 
 
+class Role(NamedTuple):
+    """Values of a session that live in the same kind of place.
+
+    Attributes:
+        values: Those that are walked at each settlement.
+        lists: Those that are mostly appended to, and long.
+    """
+
+    values: list[object]
+    lists: list[Chunks[Any]]
+
+
 _serials = itertools.count(1)
 
 
@@ -46,9 +60,10 @@ class SessionState:
         key: The session's table key.
         serial: Its number in the order of creation, unique in this process.
         attrs: Values that the manager only carries, by name.
+        pile: What its growing lists reached at the last settlement.
     """
 
-    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "key", "serial")
+    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "key", "pile", "serial")
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -56,6 +71,7 @@ class SessionState:
         self.attrs: dict[str, object] = {}
         self._objects: dict[str, StateObject[Any, Any]] = {}
         self._away: tuple[dict[str, object], dict[str, StateObject[Any, Any]]] | None = None
+        self.pile: growth.Pile | None = None
 
     @property
     def objects(self) -> dict[str, StateObject[Any, Any]]:
@@ -138,6 +154,7 @@ class SessionState:
         for obj in self._objects.values():
             obj.reset()
         self.attrs.clear()
+        self.pile = None
 
     def contents(
         self, *, only: AbstractSet[str] | None = None, without: AbstractSet[str] = frozenset()
@@ -155,6 +172,23 @@ class SessionState:
         values = [value for name, value in attrs if name not in without]
         values += [obj.export_payload() for name, obj in objects if name not in without and obj.resident]
         return values
+
+    def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role]:
+        """The committed content of both buckets, by reference: what lives on the device, and the rest.
+
+        Args:
+            on_host: Names of the values that live in host memory.
+        """
+        device, host = Role([], []), Role([], [])
+        for name, value in list(self.attrs.items()):
+            (host if name in on_host else device).values.append(value)
+        for name, obj in list(self._objects.items()):
+            role = host if name in on_host else device
+            if (growing := obj.growing) is not None and len(growing) > growth.SHORT:
+                role.lists.append(growing)
+            elif obj.resident:
+                role.values.append(obj.export_payload())
+        return device, host
 
     def footprint(self) -> Footprint:
         """The memory that the committed content of both buckets keeps alive; aliases count once."""

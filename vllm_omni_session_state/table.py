@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 
 from vllm_omni_session_state.accounts import Accounts
+from vllm_omni_session_state.growth import Pile
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.losses import Losses, Reason
 from vllm_omni_session_state.order import RecencyOrder
@@ -68,12 +69,13 @@ class Table:
         seat.place = self.order.remove(seat.session.key)
         self.accounts.lease(seat.session.serial)
 
-    def end_lease(self, seat: Seat, device: tuple[Region, ...]) -> bool:
+    def end_lease(self, seat: Seat, device: tuple[Region, ...], pile: Pile | None) -> bool:
         """One use has ended. Takes the lock.
 
         Args:
             seat: The session's.
-            device: What it holds on the device now.
+            device: What it holds on the device now,
+            pile: with a pile of it.
 
         Returns:
             Whether a drop was waiting for this.
@@ -84,7 +86,7 @@ class Table:
             if seat.leases:
                 return False
             self.order.use(seat.session.key)
-            self.accounts.idle(seat.session.serial, device)
+            self.accounts.idle(seat.session.serial, device, pile)
             return seat.ending
 
     def lose_oldest(self, reason: Reason) -> str | None:

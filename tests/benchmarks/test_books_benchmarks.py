@@ -21,7 +21,9 @@ WANTED = {
     "stats_1024_over_1",
     "settle_us",
     "settle_over_intree_walk",
+    "settle_10000_over_1",
     "books_share_of_step",
+    "books_share_of_shortest_step",
 }
 
 

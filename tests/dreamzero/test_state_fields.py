@@ -106,7 +106,7 @@ def test_an_assigned_buffer_shares_no_list(view):
     held = view.video_latents_across_time
     view.video_latents_across_time = []
     assert len(held) == 1, "who held the old list keeps it"
-    assert type(held) is list
+    assert isinstance(held, list)
 
 
 def test_a_ring_stays_a_ring(view):

@@ -16,7 +16,10 @@ ROWS = (
     ("table", "room", "manager"),
     ("pack", "transfer", "tiers", "parking", "lease"),
     ("contract", "objects", "session", "listing"),
-    ("footprint", "release", "ascending", "tangle", "addresses", "ledger", "accounts", "order"),
+    (
+        *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
+        *("ledger", "accounts", "order"),
+    ),
     ("errors", "events", "sizes", "config", "regions", "ids", "losses"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}

@@ -121,7 +121,7 @@ def test_an_append_buffer_hands_out_a_list_that_torch_can_concatenate():
     buffer = LatentBuffer()
     buffer.allocate()
     buffer.extend([torch.zeros(1, 2), torch.ones(1, 2)])
-    assert type(buffer.container) is list
+    assert isinstance(buffer.container, list)
     assert torch.cat(buffer.container).shape == (2, 2)
 
 

@@ -14,7 +14,7 @@ from vllm_omni_session_state import SessionStateManager, accounts, ledger
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.addresses import AddressSpace
 from vllm_omni_session_state.ledger import Ledger
-from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.session import Declaration, Role, SessionState
 from vllm_omni_session_state.tangle import Tangle
 
 FEW = settings(
@@ -110,11 +110,14 @@ def settle_forgets_the_host():
 
 
 def settle_never_runs():
-    return mock.patch.object(SessionStateManager, "settle", return_value=())
+    return mock.patch.object(SessionStateManager, "settle", return_value=((), None))
 
 
 def contents_without_the_objects():
-    return mock.patch.object(SessionState, "contents", lambda self, **_: list(self.attrs.values()))
+    nothing = Role([], [])
+    return mock.patch.object(
+        SessionState, "roles", lambda self, _: (Role([*self.attrs.values()], []), nothing)
+    )
 
 
 def close_keeps_what_is_staged():

@@ -55,7 +55,10 @@ class BufferField:
         return self if obj is None else self._buffer(obj).container
 
     def __set__(self, obj: HoldsSession, value: Iterable[Any]) -> None:
-        buffer: LatentBuffer[Any] = LatentBuffer()
+        held = obj._session.get(self.name)
+        # The same object, for a model that assigns what it read: then nothing in it is walked again.
+        buffer: LatentBuffer[Any] = held if isinstance(held, LatentBuffer) else LatentBuffer()
+        buffer.discard()
         buffer.replace(value, maxlen=value.maxlen if isinstance(value, deque) else None)
         obj._session.put(self.name, buffer)
 

@@ -1,0 +1,219 @@
+"""The suite can fail: each mistake of charging a growing list once is caught by a test of this folder."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import test_chunks as chunks_tests
+import test_growth as growth_tests
+import test_growth_machine as machine_tests
+from hypothesis.stateful import run_state_machine_as_test
+from test_mutants_accounts import FEW
+
+from vllm_omni_session_state import glance, growth, pack
+from vllm_omni_session_state.accounts import Accounts
+from vllm_omni_session_state.chunks import Chunks
+from vllm_omni_session_state.growth import Growth, Pile
+from vllm_omni_session_state.ledger import Ledger
+from vllm_omni_session_state.regions import union
+from vllm_omni_session_state.session import SessionState
+
+
+def any_life_of_lists():
+    run_state_machine_as_test(machine_tests.GrowthMachine, settings=FEW)
+
+
+def any_change():
+    for change in growth_tests.CHANGES:
+        growth_tests.test_after_any_change_the_list_is_charged_as_it_is_now(change)
+
+
+def a_chunk_that_is_no_tensor():
+    growth_tests.test_a_chunk_that_is_no_tensor_is_walked_each_time()
+
+
+def constant_work():
+    growth_tests.test_what_a_settlement_does_is_constant_over_ten_thousand_chunks(declared=True)
+
+
+def a_chunk_that_is_replaced():
+    growth_tests.test_a_chunk_that_is_replaced_is_charged_as_what_it_is_now()
+
+
+def what_is_outside():
+    chunks_tests.test_what_is_outside_is_walked_again_only_if_it_is_other_memory()
+
+
+def an_alias_of_the_list():
+    chunks_tests.test_chunks_inside_of_a_value_are_taken_apart_as_a_list()
+
+
+def unnoticed(name):
+    def mutant():
+        return mock.patch.object(Chunks, name, getattr(list, name))
+
+    mutant.__name__ = f"unnoticed_{name.strip('_')}"
+    return mutant
+
+
+def a_sort_that_fails_is_not_noticed():
+    def sort(self, **options):
+        list.sort(self, **options)
+        self.run = None
+
+    return mock.patch.object(Chunks, "sort", sort)
+
+
+def a_copy_is_not_compared():
+    def succeed(self, other):
+        self.run, other.run = other.run, None
+
+    return mock.patch.object(Chunks, "succeed", succeed)
+
+
+def a_copy_is_walked_anew():
+    return mock.patch.object(Chunks, "succeed", return_value=None)
+
+
+def what_came_is_walked_for_ever():
+    return mock.patch.object(Growth, "join", lambda self: self.pile.add(self.found.regions))
+
+
+def what_came_is_never_charged():
+    def join(self):
+        for run, count in zip(self.pile.runs, self.counts, strict=True):
+            run.count = max(run.count, count)
+
+    return mock.patch.object(Growth, "join", join)
+
+
+def other_kinds_join():
+    return mock.patch.object(growth, "is_plain", return_value=True)
+
+
+def other_kinds_are_forgotten():
+    grown = growth.grown
+
+    def forgetful(lists, pile):
+        found = grown(lists, pile)
+        found.rest.clear()
+        return found
+
+    return mock.patch("vllm_omni_session_state.manager.grown", forgetful)
+
+
+def what_a_pile_has_is_added_again():
+    return mock.patch.object(Pile, "without", lambda self, regions: union(regions))
+
+
+def what_came_is_charged_twice():
+    with_piles = Ledger._with_piles
+
+    def forgetful(self, owner, old, new, pile):
+        delta = with_piles(self, owner, old, new, pile)
+        if pile is not None:
+            self._piles[owner] = pile, 0
+        return delta
+
+    return mock.patch.object(Ledger, "_with_piles", forgetful)
+
+
+def a_pile_that_is_left_stays_charged():
+    with_piles = Ledger._with_piles
+
+    def forgetful(self, owner, old, *rest):
+        return old, with_piles(self, owner, {}, *rest)[1]
+
+    return mock.patch.object(Ledger, "_with_piles", forgetful)
+
+
+def a_pile_survives_its_owner():
+    def release(self, owner):
+        freed = self.freed_without((owner,))
+        self._piles.pop(owner, None)
+        self._replace(self._charges.pop(owner), {})
+        return freed
+
+    return mock.patch.object(Ledger, "release", release)
+
+
+def a_pile_is_in_the_other_role():
+    settle = Accounts.settle
+
+    def astray(self, owner, *, growth_on_host=False, **held):
+        settle(self, owner, growth_on_host=not growth_on_host, **held)
+
+    return mock.patch.object(Accounts, "settle", astray)
+
+
+def lists_of_the_other_role_are_forgotten():
+    roles = SessionState.roles
+
+    def forgetful(self, on_host):
+        device, host = roles(self, on_host)
+        if host.lists:
+            device.lists.clear()
+        return device, host
+
+    return mock.patch.object(SessionState, "roles", forgetful)
+
+
+def a_list_in_a_value_is_not_taken_apart():
+    return mock.patch.object(pack, "Chunks", type(None))
+
+
+def a_glance_trusts_the_place():
+    return mock.patch.object(glance.Glance, "same", lambda self, items: len(items) == len(self._tensors))
+
+
+def a_glance_overlooks_another_storage():
+    return mock.patch.object(glance, "_address", return_value=0)
+
+
+CAUGHT_BY = {
+    **dict.fromkeys(
+        map(
+            unnoticed,
+            (name for name in growth_tests.CHANGES if hasattr(list, name) and name != "__init__"),
+        ),
+        any_change,
+    ),
+    a_sort_that_fails_is_not_noticed: any_change,
+    a_copy_is_not_compared: any_life_of_lists,
+    a_copy_is_walked_anew: constant_work,
+    what_came_is_walked_for_ever: constant_work,
+    what_came_is_never_charged: any_life_of_lists,
+    other_kinds_join: a_chunk_that_is_no_tensor,
+    other_kinds_are_forgotten: any_life_of_lists,
+    what_a_pile_has_is_added_again: any_life_of_lists,
+    what_came_is_charged_twice: any_life_of_lists,
+    a_pile_that_is_left_stays_charged: a_chunk_that_is_replaced,
+    a_pile_survives_its_owner: a_chunk_that_is_replaced,
+    a_pile_is_in_the_other_role: any_life_of_lists,
+    lists_of_the_other_role_are_forgotten: any_life_of_lists,
+    a_list_in_a_value_is_not_taken_apart: an_alias_of_the_list,
+    a_glance_trusts_the_place: what_is_outside,
+    a_glance_overlooks_another_storage: what_is_outside,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_chunk_is_many(monkeypatch):
+    monkeypatch.setattr(growth, "SHORT", 0)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL", logger="vllm_omni.session_state")
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(CAUGHT_BY.values()), ids=lambda check: check.__name__)
+def test_without_a_mistake_the_check_passes(check):
+    check()
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY, ids=lambda mutant: mutant.__name__)
+def test_the_mutant_is_caught(mutant, capsys):
+    with mutant(), pytest.raises(AssertionError):
+        CAUGHT_BY[mutant]()
