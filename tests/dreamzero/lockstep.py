@@ -15,6 +15,7 @@ import torch
 from omni_tiny.inproc import TinyDreamZero
 
 from vllm_omni_session_state.adapters.dreamzero import view_of
+from vllm_omni_session_state.chunks import Chunks
 
 FEW_FRAMES = "vae_encoder_out"
 """The one field of which the managed side keeps only the end, and of how much."""
@@ -22,7 +23,8 @@ FEW_FRAMES = "vae_encoder_out"
 
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two values are equal in kind, shape and every bit."""
-    if type(a) is not type(b):
+    kinds = {list if type(value) is Chunks else type(value) for value in (a, b)}  # a list in every way
+    if len(kinds) > 1:
         return False
     if isinstance(a, torch.Tensor):
         return (
