@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
-from vllm_omni_session_state.errors import CannotParkError, SessionParkedError, SessionStateLostError
+from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import NOTHING, footprint
 from vllm_omni_session_state.glance import Glance, is_plain, items_of
@@ -153,20 +153,6 @@ class SessionStateManager:
             CannotParkError: It stays on the device, and the error says why.
         """
         return self.room.send(session_key(session_id))
-
-    def park_all(self) -> tuple[int, list[CannotParkError]]:
-        """Park every session that nobody uses.
-
-        Returns:
-            How many are parked now, and what refused the others.
-        """
-        parked, refused = 0, []
-        for key in self.keys():
-            try:
-                parked += self.room.send(key)
-            except CannotParkError as error:  # noqa: PERF203 - one that stays keeps no other from going
-                refused.append(error)
-        return parked, refused
 
     def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
         """The seat of a session that is on the device; waits, restores and makes room as it must."""

@@ -140,6 +140,6 @@ def test_a_park_that_breaks_never_keeps_the_worker_awake(monkeypatch):
             return "slept"
 
     manager = SessionStateManager(tier=HostTier(budget=1))
-    monkeypatch.setattr(manager, "park_all", None)
+    monkeypatch.setattr(manager, "keys", None)
     hook_sleep(Worker, lambda _: manager)
     assert Worker().sleep() == "slept"

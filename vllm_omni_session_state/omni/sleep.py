@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_omni_session_state.errors import CannotParkError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
@@ -55,11 +56,14 @@ def leave_device(manager: SessionStateManager) -> None:
                     "set host_budget",
                 )
             return
-        parked, refused = manager.park_all()
-        LOGGER.info("the worker sleeps: %d sessions are parked", parked)
+        refused = []
+        for key in manager.keys():  # noqa: SIM118 - a manager is no mapping
+            try:
+                manager.park(key)
+            except CannotParkError as error:  # noqa: PERF203 - one that stays keeps no other from going
+                refused.append(error)
+        LOGGER.info("the worker sleeps: %d sessions are parked", manager.stats()["parked_sessions"])
         if refused:
-            LOGGER.warning(
-                "the worker sleeps, and %d sessions stay on the device: %s", len(refused), refused[0]
-            )
+            LOGGER.warning("the worker sleeps, %d sessions stay on the device: %s", len(refused), refused[0])
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
         LOGGER.warning("the worker sleeps, and its sessions stay where they are: %s", error)
