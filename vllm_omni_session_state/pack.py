@@ -185,6 +185,6 @@ class _Unpacking:
         with torch.inference_mode(slot.inference):
             tensor = torch.empty(0, dtype=slot.dtype, device=storage.device)
             tensor.set_(storage, slot.offset, slot.size, slot.stride)
-        if slot.requires_grad:
-            tensor.requires_grad_(True)
+            if slot.requires_grad:  # of an inference tensor it can be set only here
+                tensor.requires_grad_(True)
         return tensor
