@@ -174,7 +174,7 @@ def _read_scalar(name: str, text: str) -> Any:
     dtype = named_array_type(name)
     if len(raw) != dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes are no {name}")
-    return np.ndarray((), dtype, buffer=raw)[()]
+    return np.ndarray((), dtype, buffer=bytearray(raw))[()]
 
 
 def _read_int(text: str) -> int:
