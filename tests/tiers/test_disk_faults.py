@@ -59,7 +59,7 @@ class Saboteur:
 
 
 class Course:
-    """The life of a tier in which one call fails: a step that met a fault is tried again, and must then go."""
+    """A tier's life in which one call fails: a step that met a fault is tried again, and must then go."""
 
     def __init__(self, path):
         self.path = path
