@@ -26,8 +26,12 @@ def document(number=0):
 
 
 def same(contents, wanted, number=0):
-    got = [storage.tolist() for storage in contents.storages]
-    return contents.document == document(number) and got == [storage.tolist() for storage in wanted]
+    got = [raw(storage) for storage in contents.storages]
+    return contents.document == document(number) and got == [raw(storage) for storage in wanted]
+
+
+def raw(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
 
 
 def read_by_library(path):

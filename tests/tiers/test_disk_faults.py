@@ -157,6 +157,33 @@ def test_any_one_call_may_fail_and_nothing_changes(tmp_path, how):
     assert seen == expected.get(how, set(CALLS)), "every call was hit"
 
 
+def test_a_file_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, budget=1 << 20)
+    trace = []
+
+    def traced(name, real):
+        def call(*args, **kwargs):
+            done = real(*args, **kwargs)
+            trace.append((name, done if name == "open" else args[0]))
+            return done
+
+        return staticmethod(call)
+
+    with monkeypatch.context() as patched:
+        for name in CALLS:
+            patched.setattr(System, name, traced(name, getattr(System, name)))
+        ticket = tier.put(document(), storages(10), session=SESSION)
+    (_, fd), *rest = trace
+    assert [(name, what) for name, what in rest if name != "write"] == [
+        ("fsync", fd),
+        ("close", fd),
+        ("rename", f"{ticket.name}.part"),
+        ("fsync", tier._folder.fd),
+    ]
+    assert all(what == fd for name, what in rest if name == "write")
+    tier.close()
+
+
 def test_what_cannot_be_removed_after_a_failed_write_is_removed_at_the_next(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, budget=1 << 20)
 
