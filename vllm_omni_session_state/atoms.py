@@ -75,7 +75,7 @@ def read_atom(written: Any) -> Any:
         raise ValueError(f"kind {_short(kind)} is not known")
     try:
         return _READERS[kind](*words)
-    except (TypeError, ValueError, RuntimeError, struct.error) as error:
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
         raise ValueError(f"a value of kind {kind} cannot be read: {error}") from error
 
 
