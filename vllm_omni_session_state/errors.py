@@ -176,3 +176,52 @@ class SeamMismatchError(SessionStateError):
         self.expected = expected
         self.found = found
         super().__init__(f"{seam}: expected {expected}, found {found}")
+
+
+class NotWritableError(SessionStateError, TypeError):
+    """A session holds a value that cannot be written to a file; nothing of the session was written.
+
+    Attributes:
+        path: Where in the session the value stands, such as ``attrs.frames[3]``.
+        kind: Qualified name of its type.
+        why: What keeps it from being written.
+    """
+
+    def __init__(self, path: str, kind: str, *, why: str) -> None:
+        self.path = path
+        self.kind = kind
+        self.why = why
+        super().__init__(
+            f"{path or 'the session'} ({kind}) cannot be written to a file: {why}. Keep plain values there, "
+            "or let the model's adapter register the type with skeleton.register_kind()"
+        )
+
+
+class TierFaultError(SessionStateError):
+    """A tier could not do what was asked; what it held before, it holds still.
+
+    Attributes:
+        purpose: What was tried.
+        file: The file or folder that it was tried on.
+        why: What went wrong.
+        remedy: What the operator can do.
+    """
+
+    def __init__(self, purpose: str, *, file: str, why: str, remedy: str) -> None:
+        self.purpose = purpose
+        self.file = file
+        self.why = why
+        self.remedy = remedy
+        super().__init__(f"cannot {purpose}: {file}: {why}; {remedy}")
+
+
+class BadFileError(TierFaultError, ValueError):
+    """A session's file is damaged or is not what it should be; nothing of it was used."""
+
+    def __init__(self, why: str, *, file: str = "a session's document") -> None:
+        super().__init__(
+            "read a parked session",
+            file=file,
+            why=why,
+            remedy="its bytes are not to be trusted: close the session, and look after the disk",
+        )

@@ -314,7 +314,7 @@ def test_a_name_that_does_not_exist_is_caught():
         "manager.pyx.py",
         "evict_all()",
         "vllm_omni_session_state.manager.Manager",
-        "tiers/disk.py",
+        "tiers/tape.py",
         "tires/",
     ):
         assert vocabulary.unknown(name), name

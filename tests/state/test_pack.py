@@ -152,6 +152,14 @@ def test_what_cannot_be_taken_apart_stays_whole(value):
     assert unpack(packed.skeleton, [])["x"] is value
 
 
+def test_an_inference_tensor_that_wants_gradients_comes_back_as_it_was():
+    with torch.inference_mode():
+        tensor = torch.ones(2, requires_grad=True)
+    packed = pack([tensor], take=lambda _: True)
+    (back,) = unpack(packed.skeleton, packed.storages)
+    assert (back.is_inference(), back.requires_grad) == (True, True)
+
+
 def test_a_list_that_holds_itself_comes_back_holding_itself():
     knot = [torch.ones(2)]
     knot.append(knot)

@@ -1,0 +1,200 @@
+"""A session's file in other hands: damaged, cut, swapped, linked or lying, no wrong byte ever comes back."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from files import SESSION, document, final_files, same, storages
+
+from vllm_omni_session_state.errors import BadFileError, TierFaultError
+from vllm_omni_session_state.tiers import session_file
+from vllm_omni_session_state.tiers.disk import DiskTier, read_file
+
+
+@pytest.fixture
+def tier(tmp_path):
+    made = DiskTier(tmp_path / "parked", budget=1 << 20)
+    yield made
+    made.close()
+
+
+def offsets(raw):
+    """Every class of place in a file, with an offset of that class."""
+    (length,) = struct.unpack("<Q", raw[:8])
+    end = 8 + length
+    places = {
+        "length, low": 0,
+        "length, high": 7,
+        "first brace": 8,
+        "name of the metadata": 12,
+        "checksum of the header": raw.index(b'"checksum":"') + 13,
+        "identity": raw.index(SESSION.encode()) + 3,
+        "checksums of the storages": raw.index(b'"checksums":"') + 14,
+        "skeleton": raw.index(b'"skeleton":"') + 30,
+        "entry of a storage": raw.index(b'"data_offsets"') + 3,
+        "offset of a storage": raw.index(b'"data_offsets":[') + 16,
+        "padding or last brace": end - 1,
+        "data, first": end,
+        "data, middle": (end + len(raw)) // 2,
+        "data, border": end + 300,
+        "data, last": len(raw) - 1,
+    }
+    return places | {f"offset {place}": place for place in range(0, len(raw), 7)}
+
+
+def test_one_changed_byte_anywhere_is_found(tier):
+    wanted = storages(300, 200)
+    ticket = tier.put(document(), wanted, session=SESSION)
+    (path,) = final_files(tier.folder)
+    raw = path.read_bytes()
+    for place, offset in offsets(raw).items():
+        for flip in (0x01, 0x80, 0xFF):
+            path.write_bytes(raw[:offset] + bytes([raw[offset] ^ flip]) + raw[offset + 1 :])
+            with pytest.raises(BadFileError) as caught:
+                tier.get(ticket)
+            assert str(path) in str(caught.value), place
+            assert "close the session" in str(caught.value)
+            with pytest.raises(BadFileError):
+                read_file(path)
+    path.write_bytes(raw)
+    assert same(tier.get(ticket), wanted), "the ticket is as good as before"
+
+
+def test_a_file_that_ends_early_or_late_is_found(tier):
+    wanted = storages(300, 200)
+    ticket = tier.put(document(), wanted, session=SESSION)
+    (path,) = final_files(tier.folder)
+    raw = path.read_bytes()
+    header = 8 + struct.unpack("<Q", raw[:8])[0]
+    for length in {
+        0,
+        1,
+        7,
+        8,
+        9,
+        30,
+        header - 1,
+        header,
+        header + 1,
+        header + 300,
+        len(raw) - 1,
+        *range(0, 900, 11),
+    }:
+        path.write_bytes(raw[:length])
+        for read in (lambda: tier.get(ticket), lambda: read_file(path)):
+            with pytest.raises(BadFileError):
+                read()
+    path.write_bytes(raw + b"x")
+    with pytest.raises(BadFileError):
+        tier.get(ticket)
+    path.write_bytes(raw)
+    assert same(tier.get(ticket), wanted)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_found(tier, monkeypatch):
+    ticket = tier.put(document(), storages(300), session=SESSION)
+    (path,) = final_files(tier.folder)
+    real = os.fstat(os.open(path, os.O_RDONLY))
+    path.write_bytes(path.read_bytes()[:-100])
+    monkeypatch.setattr("vllm_omni_session_state.tiers.folder.System.fstat", staticmethod(lambda fd: real))
+    with pytest.raises(BadFileError, match="ends 100 bytes early"):
+        tier.get(ticket)
+
+
+def test_the_file_of_another_session_is_refused(tier):
+    mine = tier.put(document(), storages(10), session=SESSION)
+    theirs = tier.put(document(), storages(10), session="0" * 32)
+    Path(tier.folder, theirs.name).replace(Path(tier.folder, mine.name))
+    with pytest.raises(BadFileError, match="of another session"):
+        tier.get(mine)
+
+
+def test_another_file_of_the_same_session_is_refused(tier):
+    old = tier.put(document(1), storages(10, seed=1), session=SESSION)
+    new = tier.put(document(2), storages(10, seed=2), session=SESSION)
+    Path(tier.folder, old.name).replace(Path(tier.folder, new.name))
+    with pytest.raises(BadFileError, match="another file than was written"):
+        tier.get(new)
+
+
+@pytest.mark.parametrize("what", ["link", "folder", "pipe", "nothing"])
+def test_what_stands_in_a_files_place_is_not_followed(tier, tmp_path, what):
+    ticket = tier.put(document(), storages(10), session=SESSION)
+    (path,) = final_files(tier.folder)
+    path.rename(tmp_path / "real")
+    if what == "link":
+        path.symlink_to(tmp_path / "real")
+    elif what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(TierFaultError, match="read a parked session"):
+        tier.get(ticket)
+    if what != "folder":
+        tier.drop(ticket)
+        assert tier.nbytes == 0
+        assert (tmp_path / "real").exists(), "what a link leads to is not ours"
+    else:
+        with pytest.raises(TierFaultError, match="remove a parked session"):
+            tier.drop(ticket)
+        path.rmdir()
+
+
+def test_a_file_of_another_format_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"storage.0": torch.ones(3)}, tmp_path / "x", metadata={"format": "pt"})
+    with pytest.raises(BadFileError, match="not a session's file"):
+        read_file(tmp_path / "x")
+
+
+def lying(change):
+    """A file of which the header's checksum is right and something else is not."""
+    head = session_file.compose(document(), [memoryview(bytes(10)), memoryview(bytes(6))], session=SESSION)
+    header = json.loads(head[8:])
+    change(header)
+    header["__metadata__"]["checksum"] = "0" * 8
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw = struct.pack("<Q", len(raw)) + raw
+    checksum = b"%08x" % session_file.zlib.crc32(raw)
+    return raw.replace(b'"checksum":"00000000"', b'"checksum":"' + checksum + b'"', 1) + bytes(16)
+
+
+LIES = {
+    "another format": lambda header: header["__metadata__"].update(format="pt"),
+    "another version": lambda header: header["__metadata__"].update(version="2"),
+    "no identity": lambda header: header["__metadata__"].pop("session"),
+    "a checksum too few": lambda header: header["__metadata__"].update(checksums="00000000"),
+    "no checksums": lambda header: header["__metadata__"].update(checksums=None),
+    "a skeleton that is no JSON": lambda header: header["__metadata__"].update(skeleton="{"),
+    "a skeleton without end": lambda header: header["__metadata__"].update(skeleton="[" * 100_000),
+    "another element type": lambda header: header["storage.0"].update(dtype="F32"),
+    "a gap": lambda header: header["storage.1"].update(data_offsets=[11, 16], shape=[5]),
+    "an overlap": lambda header: header["storage.1"].update(data_offsets=[5, 16], shape=[11]),
+    "a negative size": lambda header: header["storage.0"].update(data_offsets=[0, -1], shape=[-1]),
+    "a huge size": lambda header: header["storage.1"].update(data_offsets=[10, 2**60], shape=[2**60 - 10]),
+    "a size in words": lambda header: header["storage.1"].update(data_offsets=[10, "16"]),
+    "another name": lambda header: header.update({"x": header.pop("storage.1")}),
+    "one more entry": lambda header: header.update(x=1),
+    "one fewer entry": lambda header: header.pop("storage.1"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_under_a_right_checksum_is_refused(tmp_path, lie):
+    path = tmp_path / "x"
+    path.write_bytes(lying(LIES[lie]))
+    with pytest.raises(BadFileError, match="header is of another kind"):
+        read_file(path)
+
+
+def test_it_is_the_lie_for_which_such_a_file_is_refused(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(lying(lambda header: None))
+    assert [storage.tolist() for storage in read_file(path).storages] == [[0] * 10, [0] * 6]
+    path.write_bytes(lying(lambda header: header["__metadata__"].update(checksums="00000001 00000001")))
+    with pytest.raises(BadFileError, match=r"storage\.0 is damaged"):
+        read_file(path)
