@@ -89,6 +89,7 @@ class Accounts:
         *,
         device: tuple[Region, ...] = (),
         host: tuple[Region, ...] = (),
+        parcel: tuple[Region, ...] = (),
         staged: tuple[Region, ...] = (),
         growth: Growth | None = None,
         growth_on_host: bool = False,
@@ -98,7 +99,8 @@ class Accounts:
         Args:
             owner: The session's serial number.
             device: What its model keeps on the device.
-            host: What its model keeps in host memory, and what is parked there.
+            host: What its model keeps in host memory.
+            parcel: What is parked there; the tier counts it itself against the budget that both share.
             staged: What is staged.
             growth: What its growing lists hold beside that, in one of the two.
             growth_on_host: Whether that is host memory.
@@ -109,7 +111,7 @@ class Accounts:
             growth.join()
             pile = growth.pile
         if owner in self._table:
-            self._table.charge(owner, device + host if host else device, pile)
+            self._table.charge(owner, device + host + parcel if host or parcel else device, pile)
             self._host.charge(owner, host, pile if growth_on_host else None)
             if owner in self._idle:
                 self._idle.charge(owner, device, None if growth_on_host else pile)
@@ -136,7 +138,7 @@ class Accounts:
         return sum(self._idle.told().freed_without(owners).values())
 
     def host_nbytes(self) -> int:
-        """Bytes in host memory by role, of all sessions of the table."""
+        """Bytes that the models of all sessions of the table keep in host memory, without what is parked."""
         return sum(self._host.told().nbytes_by_device().values())
 
     def detach(self, owner: int, session: object) -> None:

@@ -210,12 +210,14 @@ class Room:
         refused: Exception | None = None
         device: tuple[Region, ...] = ()
         host: tuple[Region, ...] = ()
+        parcel: tuple[Region, ...] = ()
         try:
             self._permit(seat, tier)
             parked = self._move(seat, tier)
             device = footprint(*parked.alive.values()).regions
-            slab = () if parked.parcel is None else (parked.parcel.slab,)
-            host = footprint(*slab, *session.away()).regions
+            host = footprint(*session.away()).regions
+            if parked.parcel is not None:
+                parcel = footprint(parked.parcel.slab).regions
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
             refused = error.with_traceback(None)  # its frames hold what should have moved
             device = footprint(*session.contents(without=self.on_host)).regions
@@ -227,7 +229,7 @@ class Room:
             else:
                 table.parked += 1
                 table.parks += 1
-                table.accounts.settle(session.serial, device=device, host=host)
+                table.accounts.settle(session.serial, device=device, host=host, parcel=parcel)
             table.moved.notify_all()
         return refused
 

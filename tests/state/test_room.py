@@ -11,6 +11,7 @@ from profiles import count, sized
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.errors import (
+    CannotParkError,
     NoRoomError,
     SessionParkedError,
     SessionRestoreFailedError,
@@ -116,10 +117,42 @@ class RoomMachine(RuleBasedStateMachine):
         except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as refusal:
             self.refused(key, refusal)
             return
+        healthy = self.tier is not None and not self.tier.failing
         if fails:
             assert lease.__exit__(ValueError, ValueError("the forward"), None) is False, "the error goes on"
         else:
             lease.__exit__(None, None, None)
+            if healthy:
+                self.fits_or_nobody_can_go()
+
+    def fits_or_nobody_can_go(self):
+        room, accounts = self.manager.room, self.manager._table.accounts
+        within = room.device_budget is None or accounts.idle_nbytes() <= room.device_budget
+        live = sum(8 for key in self.contents if key in self.manager)  # its frames, parked or not
+        assert within or self.tier.budget - self.tier.nbytes - live < SLAB, "a session could have gone"
+
+    @rule(key=KEYS)
+    def park(self, key):
+        session = self.manager.peek(key)
+        try:
+            parked = self.manager.park(key)
+        except CannotParkError:
+            assert not session.parked, "it is where it was"
+            return
+        assert parked is (session is not None and session.parked)
+        assert not (parked and self.leases.get(key))
+
+    @rule(key=KEYS)
+    def reset(self, key):
+        """The model's own reset: in a lease, everything is emptied and begins anew."""
+        if self.leases.get(key):
+            return
+        try:
+            with self.manager.lease(key) as session:
+                session.reset()
+                self.contents[key] = self.fill(session)
+        except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as refusal:
+            self.refused(key, refusal)
 
     def refused(self, key, refusal):
         strict = self.manager.room.on_lost == "error"
@@ -230,6 +263,25 @@ def test_idle_sessions_fit_the_budget_after_every_use_and_the_oldest_leave_first
     with manager.lease("a"):
         pass
     assert [key for key in "abcd" if manager.peek(key).parked] == ["b", "c"]
+
+
+def test_the_host_budget_is_for_what_is_parked_and_for_what_lives_there_each_byte_once():
+    frames = 300
+    tier = HostTier(budget=4 * SLAB + 5 * frames)
+    manager = SessionStateManager(
+        max_sessions=1,
+        tier=tier,
+        on_lost="error",
+        declaration=Declaration(device_nbytes=SIZE, host_fields=frozenset({"frames"})),
+    )
+    for key in "abcde":
+        with manager.lease(key) as session:
+            session.attrs["x"] = torch.ones(SIZE, dtype=torch.uint8)
+            session.attrs["frames"] = torch.ones(frames, dtype=torch.uint8)
+    assert [key for key in "abcde" if manager.peek(key).parked] == ["a", "b", "c", "d"]
+    assert manager.stats()["total_nbytes"] == tier.budget + SIZE
+    with pytest.raises(NoRoomError, match="the host tier has 0 bytes left"), manager.lease("f"):
+        raise AssertionError("there was no room")
 
 
 def test_after_a_use_that_failed_nobody_is_moved():
