@@ -50,9 +50,11 @@ _PATH = re.compile(r"[\w./-]+\.(py|md|toml|yml|yaml|svg|txt)|[\w.-]+/")
 
 @functools.cache
 def ours() -> frozenset[str]:
-    """Every name that the package, its harness and its tests define or use, and the words of its settings."""
+    """Every name that package, harness and benchmarks define or use, and the words of the settings."""
     found: set[str] = set()
-    for path in (*PACKAGE.rglob("*.py"), *(PROJECT / "tests" / "harness").rglob("*.py")):
+    folders = (PACKAGE, PROJECT / "tests" / "harness", PROJECT / "benchmarks")
+    for path in (file for folder in folders for file in folder.rglob("*.py")):
+        found.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             found |= set(_of(node))
     return frozenset(found)
