@@ -93,6 +93,19 @@ def unpack(skeleton: Any, storages: Storages) -> Any:
     return _Unpacking(storages).visit(skeleton)
 
 
+def slot_of(tensor: torch.Tensor, storage: int) -> TensorSlot:
+    """Where a plain tensor stands in the storage of that number."""
+    return TensorSlot(
+        storage=storage,
+        dtype=tensor.dtype,
+        offset=int(tensor.storage_offset()),
+        size=tuple(tensor.size()),
+        stride=tuple(tensor.stride()),
+        requires_grad=tensor.requires_grad,
+        inference=tensor.is_inference(),
+    )
+
+
 class _Packing:
     def __init__(self, take: Callable[[torch.UntypedStorage], bool]) -> None:
         self.take = take
@@ -144,15 +157,7 @@ class _Packing:
         if address not in self._index:
             self._index[address] = len(self.storages)
             self.storages.append(storage)
-        return TensorSlot(
-            storage=self._index[address],
-            dtype=value.dtype,
-            offset=int(value.storage_offset()),
-            size=tuple(value.size()),
-            stride=tuple(value.stride()),
-            requires_grad=value.requires_grad,
-            inference=value.is_inference(),
-        )
+        return slot_of(value, self._index[address])
 
 
 class _Unpacking:

@@ -21,7 +21,7 @@ import torch
 
 from vllm_omni_session_state import atoms
 from vllm_omni_session_state.errors import NotWritableError
-from vllm_omni_session_state.pack import TensorSlot, Whole
+from vllm_omni_session_state.pack import TensorSlot, Whole, slot_of
 
 VERSION = 1
 KEY_WEIGHT = 1000
@@ -265,15 +265,7 @@ class _Table:
         number = self._writing.entry(start, nbytes, lambda: storage if nbytes else _no_memory())
         if number is None:
             raise self._refusal(value, "it shares its memory with a value of another kind")
-        slot = TensorSlot(
-            storage=number,
-            dtype=value.dtype,
-            offset=int(value.storage_offset()),
-            size=tuple(value.size()),
-            stride=tuple(value.stride()),
-            requires_grad=value.requires_grad,
-            inference=value.is_inference(),
-        )
+        slot = slot_of(value, number)
         return ["tensor", [], number, *self._layout(value, slot), value.device.type, value.device.index]
 
     def _array(self, value: np.ndarray[Any, Any]) -> list[Any]:

@@ -98,7 +98,11 @@ class RoomMachine(RuleBasedStateMachine):
 
     def begin(self, key):
         lease = self.manager.lease(key)
-        session = lease.__enter__()
+        try:
+            session = lease.__enter__()
+        except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as refusal:
+            self.refused(key, refusal)
+            return None
         if session.empty:
             self.vanished += key in self.contents
             assert self.vanished <= self.losses(), "a session vanished in silence"
@@ -111,10 +115,8 @@ class RoomMachine(RuleBasedStateMachine):
     def use(self, key, fails):
         if self.leases.get(key):
             return
-        try:
-            lease = self.begin(key)
-        except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as refusal:
-            self.refused(key, refusal)
+        lease = self.begin(key)
+        if lease is None:
             return
         healthy = self.tier is not None and not self.tier.failing
         if fails:
@@ -166,10 +168,8 @@ class RoomMachine(RuleBasedStateMachine):
     def hold(self, key):
         if len(self.leases.get(key, ())) > 1 or key in self.ended:
             return
-        try:
-            lease = self.begin(key)
-        except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as refusal:
-            self.refused(key, refusal)
+        lease = self.begin(key)
+        if lease is None:
             return
         self.leases.setdefault(key, []).append(lease)
 
