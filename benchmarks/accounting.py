@@ -47,17 +47,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Machine, Spread, last_line, machine, one_thread
+from benchmarks.measure import Machine, Spread, Wanted, add_figures, last_line, machine, one_thread
 
 SESSIONS, VALUES, BUFFERS, MANY, WINDOW, CHUNKS = 64, 30, 4, 1024, 4, 10_000
-AT_LEAST = {"stats_speedup_64": 100.0}
-AT_MOST = {
-    "stats_1024_over_1": 1.5,
-    "settle_us": 100.0,
-    "settle_over_intree_walk": 3.0,
-    "settle_10000_over_1": 1.5,
-    "books_share_of_step": 0.01,
-    "books_share_of_shortest_step": 0.01,
+WANTED: Wanted = {
+    "stats_speedup_64": (">=", 100.0),
+    "stats_1024_over_1": ("<=", 1.5),
+    "settle_us": ("<=", 100.0),
+    "settle_over_intree_walk": ("<=", 3.0),
+    "settle_10000_over_1": ("<=", 1.5),
+    "books_share_of_step": ("<=", 0.01),
+    "books_share_of_shortest_step": ("<=", 0.01),
 }
 Figures = dict[str, list[float]]
 
@@ -291,15 +291,7 @@ def _table(figures: dict[str, Spread], place: Machine) -> Table:
         f"torch {place.torch}, vLLM-Omni {place.vllm_omni}; tensors on the CPU",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("figure", "median", "quartiles", "wanted"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    for name, spread in figures.items():
-        verdict = ""
-        if name in AT_LEAST:
-            verdict = f">= {AT_LEAST[name]:g}: {'yes' if spread.median >= AT_LEAST[name] else 'NO'}"
-        elif name in AT_MOST:
-            verdict = f"<= {AT_MOST[name]:g}: {'yes' if spread.median <= AT_MOST[name] else 'NO'}"
-        table.add_row(name, f"{spread.median:.4g}", f"{spread.low:.4g} to {spread.high:.4g}", verdict)
+    add_figures(table, figures, WANTED)
     return table
 
 

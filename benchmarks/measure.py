@@ -1,4 +1,4 @@
-"""Measuring, whatever is measured: a lap clock, turns and their order, medians, the machine, the last line.
+"""Measuring, whatever is measured: a clock, turns and their order, medians, the machine, table, last line.
 
 Not covered: what is run and what the figures mean; each benchmark says that itself.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +20,18 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 T = TypeVar("T")
+
+Wanted = dict[str, tuple[str, float]]
+"""By a figure's name how its median should compare with what: ``(">=", 100.0)``."""
+
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "<": operator.lt,
+}
 
 
 class LapClock:
@@ -140,6 +151,19 @@ def turns(count: int, *, what: str, aside: Console) -> Iterator[int]:
             if not aside.is_terminal:
                 left = (time.monotonic() - began) / (turn + 1) * (count - turn - 1)
                 aside.print(f"{name}, about {left:.0f} s left")
+
+
+def add_figures(table: Table, figures: dict[str, Spread], wanted: Wanted) -> None:
+    """Put figures into an empty table: median, quartiles, and of some whether they are as wanted."""
+    for column in ("figure", "median", "quartiles", "wanted"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for name, spread in figures.items():
+        verdict = ""
+        if name in wanted:
+            comparison, bound = wanted[name]
+            holds = _HOLDS[comparison](spread.median, bound)
+            verdict = f"{comparison} {bound:g}: {'yes' if holds else 'NO'}"
+        table.add_row(name, f"{spread.median:.4g}", f"{spread.low:.4g} to {spread.high:.4g}", verdict)
 
 
 def last_line(figures: dict[str, Spread], **more: Any) -> str:

@@ -39,14 +39,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.feature_map import feature_map_shapes
-from benchmarks.measure import Machine, Spread, last_line, machine, one_thread, orders, turns
+from benchmarks.measure import (
+    Machine,
+    Spread,
+    Wanted,
+    add_figures,
+    last_line,
+    machine,
+    one_thread,
+    orders,
+    turns,
+)
 
 if TYPE_CHECKING:
     import torch
 
 OTHERS, BATCH = 63, 200
-AT_LEAST = {"host_over_memcpy": 0.8}
-BELOW = {"idle_lease_us": 20.0}
+WANTED: Wanted = {"host_over_memcpy": (">=", 0.8), "idle_lease_us": ("<", 20.0)}
 Figures = dict[str, list[float]]
 Shapes = list[tuple[int, ...]]
 
@@ -264,15 +273,7 @@ def _header(shapes: Shapes, place: Machine, *, rounds: int) -> Table:
 
 def _figures(figures: dict[str, Spread]) -> Table:
     table = Table(title="Medians over the rounds", box=box.SIMPLE_HEAD)
-    for column in ("figure", "median", "quartiles", "wanted"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    for name, spread in figures.items():
-        verdict = ""
-        if name in AT_LEAST:
-            verdict = f">= {AT_LEAST[name]:g}: {'yes' if spread.median >= AT_LEAST[name] else 'NO'}"
-        elif name in BELOW:
-            verdict = f"< {BELOW[name]:g}: {'yes' if spread.median < BELOW[name] else 'NO'}"
-        table.add_row(name, f"{spread.median:.4g}", f"{spread.low:.4g} to {spread.high:.4g}", verdict)
+    add_figures(table, figures, WANTED)
     return table
 
 
