@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from vllm_omni_session_state.sizes import SIZE_WORDS, Size, read_size
 
@@ -28,16 +28,27 @@ DEFAULT_MAX_SESSIONS = 64
 
 DEFAULT_MAX_PARKED = 4096
 """Sessions parked at once."""
+
+DEFAULT_EXPIRE_S = 86_400.0
+"""Seconds for which a parked session is kept for its client: a day."""
+
 _OPTION_NAMES = (
     "device_budget",
     "host_budget",
+    "disk.path",
+    "disk.budget",
     "idle_park_s",
+    "expire_s",
     "max_parked",
     "on_lost",
+    "video_latents",
+    "keep_on_exit",
     "show_ids",
     "resume_s",
     "switch_ends",
 )
+_GROUPS = frozenset(name.partition(".")[0] for name in _OPTION_NAMES if "." in name)
+"""Settings that a deploy config may write as a mapping of their own."""
 
 _WORDS = {
     "1": True,
@@ -51,6 +62,10 @@ _WORDS = {
 }
 
 
+VideoLatents: TypeAlias = Literal["keep", "spill"] | int
+"""All in host memory, the older ones on the disk, or only the last so many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What is in force.
@@ -59,10 +74,15 @@ class Settings:
         enabled: Whether models get manager-backed session state.
         max_sessions: Sessions kept in the table, at least 1; beyond it the least recently used leaves.
         device_budget: What idle sessions may hold on the device; ``None``: any.
-        host_budget: What sessions may hold in host memory, live and parked; ``None``: nothing is parked.
+        host_budget: What sessions may hold in host memory, live and parked; ``None``: none is parked there.
+        disk_path: Folder below which each worker has its own for parked sessions; ``None``: none goes there.
+        disk_budget: What the files of one worker may take.
         idle_park_s: Seconds after its last step when a served session is parked; 0 parks none for its age.
+        expire_s: Seconds after its last step when a served session that is parked ends; 0 ends none.
         max_parked: Sessions parked at once.
         on_lost: ``"warn"``, or ``"error"``: refuse a new session rather than lose another.
+        video_latents: What becomes of the latents that a model keeps for a later decode of its video.
+        keep_on_exit: Whether a worker that is shut down leaves its sessions on the disk.
         show_ids: Whether logs and listings show session ids in the clear.
         resume_s: Seconds for which a robot's session is kept after a disconnect, for a connection that
             names its explicit id; 0 keeps none.
@@ -73,9 +93,14 @@ class Settings:
     max_sessions: int = DEFAULT_MAX_SESSIONS
     device_budget: Size | None = None
     host_budget: Size | None = None
+    disk_path: str | None = None
+    disk_budget: Size | None = None
     idle_park_s: float = 0.0
+    expire_s: float = DEFAULT_EXPIRE_S
     max_parked: int = DEFAULT_MAX_PARKED
     on_lost: Literal["warn", "error"] = "warn"
+    video_latents: VideoLatents = "keep"
+    keep_on_exit: bool = False
     show_ids: bool = False
     resume_s: float = 0.0
     switch_ends: bool = False
@@ -119,10 +144,24 @@ def _read_on_lost(value: object) -> Literal["warn", "error"] | None:
     return words.get(str(value).strip().lower())
 
 
+def _read_path(value: object) -> str | None:
+    text = value.strip() if isinstance(value, str) else ""
+    return text if text and "\0" not in text else None
+
+
+def _read_video_latents(value: object) -> VideoLatents | None:
+    words: dict[str, VideoLatents] = {"keep": "keep", "spill": "spill"}
+    text = str(value).strip().lower()
+    name, _, number = text.partition(":")
+    return _read_count(number) if name.strip() == "last" else words.get(text)
+
+
 _size: _Kind[Size | None] = _Kind(SIZE_WORDS, read_size)
 _count = _Kind("a positive whole number", _read_count)
 _on_lost: _Kind[Literal["warn", "error"]] = _Kind("warn or error", _read_on_lost)
 _switch = _Kind("one of " + "/".join(_WORDS), _read_switch)
+_path: _Kind[str | None] = _Kind("the path of a folder", _read_path)
+_video_latents: _Kind[VideoLatents] = _Kind("keep, spill or last:N, such as last:100", _read_video_latents)
 _seconds = _Kind("a number of seconds, 0 or more", _read_seconds)
 
 
@@ -172,9 +211,14 @@ def resolve(
         max_sessions=_max_sessions(environ, complaints),
         device_budget=option("device_budget", _size, default=None),
         host_budget=option("host_budget", _size, default=None),
+        disk_path=option("disk.path", _path, default=None),
+        disk_budget=option("disk.budget", _size, default=None),
         idle_park_s=option("idle_park_s", _seconds, default=0.0),
+        expire_s=option("expire_s", _seconds, default=DEFAULT_EXPIRE_S),
         max_parked=option("max_parked", _count, default=DEFAULT_MAX_PARKED),
         on_lost=option("on_lost", _on_lost, default="warn"),
+        video_latents=option("video_latents", _video_latents, default="keep"),
+        keep_on_exit=option("keep_on_exit", _switch, default=False),
         show_ids=option("show_ids", _switch, default=False),
         resume_s=option("resume_s", _seconds, default=0.0),
         switch_ends=option("switch_ends", _switch, default=False),
@@ -215,11 +259,17 @@ def _known(options: object, complaints: list[Complaint]) -> Mapping[object, obje
     if not isinstance(options, Mapping):
         complaints.append(Complaint(OPTIONS, str(options), "a mapping of settings", "the defaults"))
         return {}
-    unknown = [str(key) for key in options if key not in _OPTION_NAMES]
+    written: dict[object, object] = {}
+    for key, value in options.items():
+        if key in _GROUPS and isinstance(value, Mapping):
+            written.update((f"{key}.{name}", held) for name, held in value.items())
+        else:
+            written[key] = value
+    unknown = [str(key) for key in written if key not in _OPTION_NAMES]
     if unknown:
         named = ", ".join(sorted(unknown))
         complaints.append(Complaint(OPTIONS, named, f"any of {', '.join(_OPTION_NAMES)}", "the rest"))
-    return options
+    return written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +283,7 @@ class _Options:
     def __call__(self, name: str, kind: _Kind[T], *, default: T) -> T:
         """One setting: the environment's where that is set and no nonsense, else the config's."""
         value = default
-        variable = f"{ENV_FLAG}_{name.upper()}"
+        variable = f"{ENV_FLAG}_{name.upper().replace('.', '_')}"
         text = self.environ.get(variable, "").strip() or None
         for place, written in ((f"{OPTIONS}.{name}", self.configured.get(name)), (variable, text)):
             read = None if written is None else kind.read(written)

@@ -32,6 +32,7 @@ from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.room import Exchange, Room
 from vllm_omni_session_state.session import Declaration, SessionState
 from vllm_omni_session_state.table import Table
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
 
@@ -44,7 +45,8 @@ class SessionStateManager:
         declaration: What the model declared of one session; a session that is found to hold more is said
             once at WARNING.
         device_budget: Bytes on the device that sessions may hold while nobody uses them; ``None``: any.
-        tier: Where sessions are parked; ``None``: nowhere, and nothing ever moves.
+        tier: Host memory where sessions are parked; ``None``: none is.
+        disk: Where they go from there, or at once if there is no ``tier``. With neither nothing ever moves.
         max_parked: Sessions that may be parked at once.
         on_lost: With ``"error"`` a new session is refused rather than another one lost, and a step of a
             lost session raises; with ``"warn"`` either is counted and said.
@@ -62,6 +64,7 @@ class SessionStateManager:
         declaration: Declaration | None = None,
         device_budget: int | None = None,
         tier: HostTier | None = None,
+        disk: DiskTier | None = None,
         max_parked: int = DEFAULT_MAX_PARKED,
         on_lost: Literal["warn", "error"] = "warn",
         exchange: Exchange | None = None,
@@ -76,6 +79,7 @@ class SessionStateManager:
             max_sessions=max_sessions,
             device_budget=device_budget,
             tier=tier,
+            disk=disk,
             max_parked=max_parked,
             on_lost=on_lost,
             exchange=exchange,

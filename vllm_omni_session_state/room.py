@@ -32,6 +32,7 @@ from vllm_omni_session_state.parking import Parked, fetch, park, park_in_place
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.table import Table
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
 Exchange = Callable[[str | None], Sequence[str | None]]
@@ -45,7 +46,8 @@ class Room:
         table: Whose sessions.
         max_sessions: Sessions on the device.
         device_budget: Bytes on the device of sessions that nobody uses, ``None``: any.
-        tier: Where sessions are parked, ``None``: nowhere.
+        tier: Host memory where sessions are parked, ``None``: none is.
+        disk: Where they go from there.
         max_parked: Sessions that may be parked at once.
         on_lost: ``"error"`` refuses a new session rather than lose another one.
         exchange: How the ranks tell each other; ``None`` where there is one.
@@ -58,6 +60,7 @@ class Room:
         max_sessions: int,
         device_budget: int | None,
         tier: HostTier | None,
+        disk: DiskTier | None,
         max_parked: int,
         on_lost: Literal["warn", "error"],
         exchange: Exchange | None,
@@ -65,6 +68,7 @@ class Room:
         self.max_sessions = max_sessions
         self.device_budget = device_budget
         self.tier = tier
+        self.disk = disk
         self.max_parked = max_parked
         self.on_lost = on_lost
         self.declaration: Declaration | None = None

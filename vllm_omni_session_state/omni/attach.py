@@ -92,10 +92,12 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
     exchange = ranks.exchange()
     bounds = budgets.bounds_of(settings, several_ranks=exchange is not None)
+    disk = budgets.disk_tier(bounds, exchange)
     manager = SessionStateManager(
         max_sessions=settings.max_sessions,
         device_budget=bounds.device,
         tier=None if bounds.host is None else HostTier(budget=bounds.host),
+        disk=disk,
         max_parked=settings.max_parked,
         on_lost=settings.on_lost,
         exchange=exchange,

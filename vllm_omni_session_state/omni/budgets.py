@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_omni_session_state.config import Settings
+from vllm_omni_session_state.errors import TierFaultError
 from vllm_omni_session_state.events import say_once
+
+if TYPE_CHECKING:
+    from vllm_omni_session_state.room import Exchange
+    from vllm_omni_session_state.tiers.disk import DiskTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +24,23 @@ class Bounds:
 
     Attributes:
         device: Bytes on the device of sessions that nobody uses; ``None``: any.
-        host: Bytes in host memory, live and parked; ``None``: nothing is parked.
+        host: Bytes in host memory, live and parked; ``None``: nothing is parked there.
+        disk: Bytes of files; ``None``: nothing is parked there.
+        folder: Where the files are.
     """
 
-    device: int | None
-    host: int | None
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    folder: str = ""
 
     def __str__(self) -> str:
-        if self.host is None:
+        if self.host is None and self.disk is None:
             return "none is parked"
         device = "any number of" if self.device is None else f"{self.device}"
-        return f"idle ones hold {device} bytes on the device and all of them {self.host} in host memory"
+        below = [] if self.host is None else [f"all of them {self.host} in host memory"]
+        below += [] if self.disk is None else [f"parked ones {self.disk} on the disk in {self.folder}"]
+        return " and ".join([f"idle ones hold {device} bytes on the device", *below])
 
 
 def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
@@ -36,20 +50,60 @@ def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
         settings: What the operator wrote.
         several_ranks: Whether this process is one of several ranks, which must have the same budgets.
     """
+    device, host, disk = settings.device_budget, settings.host_budget, settings.disk_budget
+    if (disk is None) is not (settings.disk_path is None):
+        have, need = ("disk.path", "disk.budget") if disk is None else ("disk.budget", "disk.path")
+        _ignored(have, f"{have} alone parks nothing on the disk; set {need} too. It is ignored")
+        disk = None
+    if host is None and disk is None:
+        if device is not None:
+            what = "device_budget alone has nowhere to park a session; set host_budget or disk.path too"
+            _ignored("budgets", f"{what}. Budgets are ignored and nothing is parked")
+        return Bounds()
+    if several_ranks and any(size is not None and size.relative for size in (device, host, disk)):
+        what = "several ranks must have the same budgets and may not have the same memory; write bytes, not %"
+        _ignored("budgets", f"{what}. Budgets are ignored and nothing is parked")
+        return Bounds()
     import torch  # noqa: PLC0415 - only a process whose flag is on pays for it
 
-    device, host = settings.device_budget, settings.host_budget
-    if device is None and host is None:
-        return Bounds(None, None)
-    why = None
-    if host is None:
-        why = "device_budget alone has nowhere to park a session; set host_budget too"
-    elif several_ranks and (host.relative or (device is not None and device.relative)):
-        why = "several ranks must have the same budgets and may not have the same memory; write bytes, not %"
-    if why is not None:
-        say_once(logging.WARNING, ("budgets",), "%s. Budgets are ignored and nothing is parked", why)
-        return Bounds(None, None)
-    assert host is not None, "as just asked"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else memory
-    return Bounds(None if device is None else device.of(on_device), host.of(memory))
+    folder = Path(settings.disk_path or "").expanduser().absolute()
+    return Bounds(
+        device=None if device is None else device.of(on_device),
+        host=None if host is None else host.of(memory),
+        disk=None if disk is None else disk.of(_file_system_nbytes(folder) if disk.relative else 0),
+        folder="" if disk is None else str(folder),
+    )
+
+
+def disk_tier(bounds: Bounds, exchange: Exchange | None) -> DiskTier | None:
+    """The disk tier, on all ranks or on none; why it is not there is said once at WARNING."""
+    from vllm_omni_session_state.tiers.disk import DiskTier  # noqa: PLC0415 - as above
+
+    if bounds.disk is None:
+        return None
+    tier, failed = None, None
+    try:
+        tier = DiskTier(bounds.folder, budget=bounds.disk)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait; serving goes on without it
+        failed = f"{type(error).__name__}: {error}"
+    told = [failed] if exchange is None else exchange(failed)
+    reasons = [why for why in told if why is not None]
+    if not reasons:
+        return tier
+    if tier is not None:
+        with contextlib.suppress(TierFaultError):  # the next worker that starts there cleans
+            tier.close()
+    _ignored("disk tier", f"no session is parked on the disk: {reasons[0]}")
+    return None
+
+
+def _file_system_nbytes(folder: Path) -> int:
+    """Size of the file system on which a folder is or will be."""
+    status = os.statvfs(next(each for each in (folder, *folder.parents) if each.exists()))
+    return status.f_frsize * status.f_blocks
+
+
+def _ignored(what: str, why: str) -> None:
+    say_once(logging.WARNING, (what,), "%s", why)
