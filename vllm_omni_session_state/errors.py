@@ -157,9 +157,7 @@ class NoRoomError(SessionStateError, RuntimeError):
 
     def __init__(self, why: str) -> None:
         self.why = why
-        super().__init__(
-            f"no room for a new session: {why}. Close sessions, raise the budget, or set on_lost to warn"
-        )
+        super().__init__(f"no room for a new session: {why}. Close sessions, or raise what is full")
 
 
 class SeamMismatchError(SessionStateError):

@@ -75,7 +75,7 @@ def differing(alone, outputs):
 def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, model):
     manager = model.pipeline._memory_manager
     budget = 2 * one_session_nbytes(model) + 1000
-    manager.room.device_budget, manager.room.tier = budget, HostTier(budget=1 << 30)
+    manager.room.device_budget, manager.cascade.host = budget, HostTier(budget=1 << 30)
     outputs = interleaved(model)
     assert len(outputs) == 12 * ROUNDS
     assert differing(alone, outputs) == []
@@ -86,13 +86,13 @@ def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, 
     assert not [name for name in stats if name.startswith("lost:")]
     for session in SESSIONS:
         model.close(session)
-    assert manager.room.tier.nbytes == 0
+    assert manager.cascade.host.nbytes == 0
     assert manager.stats()["total_nbytes"] == 0
 
 
 def test_a_cap_of_two_parks_instead_of_dropping_where_there_is_a_tier(alone, model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.room.tier = 2, HostTier(budget=1 << 30)
+    manager.room.max_sessions, manager.cascade.host = 2, HostTier(budget=1 << 30)
     outputs = interleaved(model)
     assert differing(alone, outputs) == []
     assert manager.stats()["evictions"] == 0
@@ -116,7 +116,7 @@ def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatc
     """Every call of the tier fails once: a step whose restore failed is sent again and is exact."""
     forget_said()
     manager = model.pipeline._memory_manager
-    manager.room.device_budget, manager.room.tier = 500_000, HostTier(budget=1 << 30)
+    manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=1 << 30)
     call, broken = getattr(HostTier, where), []
 
     def fails_every_other_time(self, *args, **kwargs):
@@ -172,7 +172,7 @@ def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_say
             asked.append(1)
             raise OSError(5, "Input/output error")
 
-    manager.room.tier, manager.room.max_sessions = Broken(budget=1 << 30), 3
+    manager.cascade.host, manager.room.max_sessions = Broken(budget=1 << 30), 3
     outputs = {}
     for session in SESSIONS[:5]:
         asked.clear()
@@ -189,7 +189,7 @@ def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_say
 def test_with_every_park_failing_nothing_is_lost_and_the_overrun_is_said_once(alone, model, caplog):
     forget_said()
     manager = model.pipeline._memory_manager
-    manager.room.device_budget, manager.room.tier = 500_000, HostTier(budget=0)
+    manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=0)
     manager.room.on_lost = "error"
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         outputs = {(SESSIONS[0], round_): step(model, SESSIONS[0], round_) for round_ in range(3)}
@@ -217,7 +217,7 @@ def test_a_session_that_the_runner_evicts_is_counted_and_with_error_it_does_not_
 
 def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+    manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
     step(model, SESSIONS[0], 0)
     view = model.pipeline.state
     step(model, SESSIONS[1], 0)
@@ -231,7 +231,7 @@ def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
 
 def test_decode_brings_a_parked_session_back_and_is_exact(alone, model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+    manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
     for round_ in range(3):
         step(model, SESSIONS[0], round_)
     decoded = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])

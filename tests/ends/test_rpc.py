@@ -103,11 +103,12 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
     alone = steps("a")
     model.close("a")
     room = model.pipeline._memory_manager.room
+    cascade = room.cascade
     step(model, "b")
     answer = worker.session_state_park("b")
     assert not answer["agree"]
     assert "stays on the device: there is nowhere to park it; set host_budget" in answer["ranks"][0]["error"]
-    room.tier = HostTier(budget=1 << 30)
+    cascade.host = HostTier(budget=1 << 30)
     try:
         outputs = []
         for n in range(4):
@@ -119,9 +120,9 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
             assert listed == {hashed("a"): "host", hashed("b"): "device"}
         assert all(mine.equals(other) for mine, other in zip(outputs, alone, strict=True))
         worker.session_state_close("a", "b")
-        assert room.tier.nbytes == 0
+        assert cascade.host.nbytes == 0
     finally:
-        room.tier = None
+        cascade.host = None
 
 
 def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):

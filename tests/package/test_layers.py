@@ -13,7 +13,7 @@ ROWS = (
     ("__init__", "testing", "cli", "plugin"),
     ("omni",),
     ("adapters",),
-    ("table", "room", "manager"),
+    ("table", "cascade", "room", "manager"),
     ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "parking", "lease"),
     ("contract", "objects", "session", "listing"),
     (

@@ -47,13 +47,13 @@ def hook_sleep(worker: type, manager_of: Callable[[Any], SessionStateManager | N
 def leave_device(manager: SessionStateManager) -> None:
     """Park every session that nobody uses; what stays is said. Never raises."""
     try:
-        if manager.room.tier is None:
+        if not manager.cascade:
             if len(manager):
                 say_once(
                     logging.WARNING,
                     ("sleep",),
                     "the worker sleeps and its sessions stay on the device: there is nowhere to park them; "
-                    "set host_budget",
+                    "set host_budget, or disk.path and disk.budget",
                 )
             return
         refused = []
