@@ -23,8 +23,9 @@ from vllm_omni_session_state.errors import (
     SessionStateError,
     TierFaultError,
     TierFullError,
+    without_frames,
 )
-from vllm_omni_session_state.events import say_once
+from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
@@ -108,7 +109,7 @@ class Cascade:
         try:
             parked = self._move(seat)
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
-            refused = error.with_traceback(None)  # its frames hold what should have moved
+            refused = without_frames(error)  # they hold what should have moved
             self._note(seat, refused)
             device = footprint(*session.contents(without=self.on_host)).regions
         held = None if parked is None else _held(seat, parked)
@@ -136,6 +137,14 @@ class Cascade:
                 logging.WARNING, ("relieve", kind), "host memory is over host_budget: %s: %s", kind, error
             )
 
+    def leave_memory(self) -> None:
+        """Move all that is parked in host memory on to the disk, as far as that goes. Never raises."""
+        try:
+            while self._sink_oldest():
+                pass
+        except Exception as error:  # noqa: BLE001 - the rest stays where it is
+            LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.hosted), error)
+
     def back(self, seat: Seat) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
 
@@ -148,7 +157,7 @@ class Cascade:
         try:
             part = fetch(parked, self.host, self.disk)
         except Exception as error:  # noqa: BLE001 - as above
-            failed = error.with_traceback(None)  # as above
+            failed = without_frames(error)
         if self._exchange is not None:
             failed = self._failed_somewhere(self._exchange, failed)
         if failed is None:
@@ -197,11 +206,12 @@ class Cascade:
                     lambda: park(session, host, on_host=self.on_host, live_nbytes=self._live_nbytes()),
                     lambda: park_in_place(session, Level.HOST, on_host=self.on_host),
                 )
-            except TierFullError as full:  # noqa: PERF203 - each time around another one has gone on
-                if disk is None:
-                    raise
-                if full.wanted > host.budget or not self._sink_oldest():
-                    break
+            except TierFullError as error:
+                full = without_frames(error)
+            if disk is None:
+                raise full
+            if full.wanted > host.budget or not self._sink_oldest():
+                break
         assert disk is not None, "there is a tier"
         self._agree(Level.DISK, disk.budget, table.on_disk)
         return self._or_in_place(
@@ -234,7 +244,7 @@ class Cascade:
                 lambda: dataclasses.replace(there, level=Level.DISK),
             )
         except Exception as error:  # noqa: BLE001 - as above
-            refused = error.with_traceback(None)
+            refused = without_frames(error)
         held = _held(seat, here)
         with table.lock:
             seat.moving = False
@@ -310,7 +320,7 @@ class Cascade:
         try:
             told = exchange(None if failed is None else f"{type(failed).__name__}: {failed}")
         except Exception as error:  # noqa: BLE001 - a rank is gone: the session stays where it is
-            return error.with_traceback(None)
+            return without_frames(error)
         reasons = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why is not None]
         return SessionStateError("; ".join(reasons)) if reasons else None
 

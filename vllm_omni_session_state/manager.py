@@ -280,7 +280,7 @@ class SessionStateManager:
         with self._table.lock:
             self._table.losses.record(key, reason)
         LOGGER.warning(
-            "session %s is lost (%s): the host dropped it; its rollout starts over at its next step",
+            "session %s is lost (%s): its rollout starts over at its next step",
             shown(key),
             reason.value,
         )

@@ -4,6 +4,7 @@ The library alone, on the CPU, where device and host are the same memory. Files 
 """
 
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -229,6 +230,30 @@ def test_thousands_that_cannot_be_written_are_each_asked_once_and_not_at_every_s
         assert places(manager)["late"] == "disk"
         assert len(asked) == 300 + leases
     assert manager.stats()["parked_sessions"] == 301
+
+
+def test_a_refused_move_keeps_nothing_alive_afterwards(disk, monkeypatch):
+    """Errors hold frames, and frames hold tensors: what is refused and then dropped is free at once."""
+    manager = manager_of(disk, host=HOSTED)
+    begin(manager, "a")
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(System, "write", staticmethod(full))
+    gc.collect()
+    gc.disable()
+    try:
+        begin(manager, "b")
+        with pytest.raises(CannotParkError):
+            manager.park("b")
+        session = manager.peek("b")
+        watch = Watch(session.attrs["base"])
+        del session
+        manager.drop_session("b")
+        assert watch.alive() == ()
+    finally:
+        gc.enable()
 
 
 def test_memory_that_somebody_else_holds_comes_back_as_itself(disk):
