@@ -234,6 +234,36 @@ def test_a_rank_that_cannot_park_keeps_its_bytes_says_so_and_gives_the_same_ones
         assert ranks[1].manager.peek("a").attrs["x"].data_ptr() == where, "it never moved"
 
 
+def test_sessions_go_on_to_the_disk_on_both_ranks_and_one_that_cannot_write_keeps_its_bytes(caplog):
+    meeting = Meeting()
+    bounds = {"max_sessions": 1, "device_budget": None, "host": 1, "disk": 3, "on_lost": "warn"}
+    ranks = [Rank(number, meeting, **bounds) for number in range(2)]
+    caplog.set_level(logging.WARNING, logger="vllm_omni.session_state")
+    with ThreadPoolExecutor(2) as pool:
+        for key in "abc":
+            first, second = together(ranks, pool, "use", key)
+        assert first == second
+        assert first[5] == ["disk", "host", "device"]
+        assert [rank.manager.stats()["disk_nbytes"] > 0 for rank in ranks] == [True, True]
+        ranks[1].fails_at = {ranks[1].calls + 1}  # when one goes on from host memory
+        first, second = together(ranks, pool, "use", "d")
+        assert first == second
+        assert first[5] == ["disk", "disk", "host", "device"]
+        assert "what this rank has of a parked session stays where it is" in caplog.text
+        files = [len(os.listdir(rank.manager.cascade.disk.folder)) for rank in ranks]  # noqa: PTH208
+        assert files == [2, 1]
+        for key in "abcd":
+            first, second = together(ranks, pool, "use", key)
+            assert first[0] == second[0] == "goes on"
+        first, second = together(ranks, pool, "use", "e")
+        assert first == second
+        first, second = together(ranks, pool, "use", "f")
+        assert first == second
+        assert first[0].startswith("NoRoomError: no room for a new session: the disk tier has 0 bytes left")
+    for rank in ranks:
+        rank.end()
+
+
 def test_a_rank_that_is_gone_leaves_the_session_parked_on_the_others():
     def exchange(_):
         raise RuntimeError("connection closed by peer")
