@@ -199,14 +199,19 @@ def nbytes(state: Any) -> int:
         blocks = [block for block in manager.req_to_blocks.get(adapter.request_id, ()) if not block.is_null]
         assert all(block.ref_cnt == 1 for block in blocks)
         total += len(blocks) * kv.spec.page_size_bytes * kv.num_layers
-    for by_branch in kv._cross_sessions.get(state.session_id, {}).values():
-        for keys, values in by_branch.values():
-            total += sum(tensor.numel() * tensor.element_size() for tensor in (*keys, *values))
-    return total
+    cross = kv._cross_sessions.get(state.session_id, {}).values()
+    tensors = [tensor for by in cross for pair in by.values() for part in pair for tensor in part]
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
+    return total + sum(sizes.values())
+
+
+def free(kv: Any) -> int:
+    """Blocks of the pool that are nobody's."""
+    return kv.manager.block_pool.get_num_free_blocks()
 
 
 def all_free(kv: Any) -> None:
     """Assert that nobody holds anything of the pool."""
-    assert kv.manager.block_pool.get_num_free_blocks() == kv.managed_num_blocks - 1  # the null block
+    assert free(kv) == kv.managed_num_blocks - 1  # the null block
     assert kv._adapters == {}
     assert kv._cross_sessions == {}

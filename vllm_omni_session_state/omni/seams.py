@@ -145,11 +145,11 @@ and branch, each a pair of lists by layer."""
 
 KV_ADAPTER_FIELDS = (
     Field("request_id", str),
-    Field("num_computed_tokens", int),
     Field("_chunk_size", int),
     Field("_prefill", int),
     Field("_completed_chunks", int),
     Field("compacted_tokens", int),
+    Field("num_computed_tokens", int),
 )
 """Of ``ARDiffusionRequestAdapter``: where one branch of one session stands."""
 
