@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine import LIKE_DREAMZERO, LIKE_LINGBOT, all_free, make_pool, nbytes, new_state
+from engine import LIKE_DREAMZERO, LIKE_LINGBOT, SHAPES, all_free, make_pool, nbytes, new_state
 from rollout import Rollout
 
 from vllm_omni_session_state import LatentBuffer, SessionState
@@ -41,6 +41,17 @@ def test_a_session_counts_its_blocks_and_no_others():
 def nbytes_two(rollout, held):
     cross = sum((k.numel() + v.numel()) * 2 for content in rollout.cross.values() for k, v in content)
     return 3 * LIKE_LINGBOT.page + cross - held.numel() * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_session_holds_more_between_its_forwards_than_is_said_of_all(shape):
+    pool = make_pool(shape)
+    rollout = Rollout(pool, shape, frames=1)
+    held = []
+    for _ in range(shape.sink + shape.window + 3):
+        rollout.run(1)
+        held.append(rollout.handle.nbytes)
+    assert max(held) == held[-1] == kv.most_nbytes(pool)
 
 
 def test_a_whole_session_leaves_and_comes_back_with_its_kv():

@@ -17,6 +17,8 @@ PLACES = {
     "state": (seams.KV_STATE_SEAMS, seams.KV_STATE_FIELDS),
     "cache": (seams.KV_CACHE_SEAMS, seams.KV_CACHE_FIELDS),
     "adapter": ((), seams.KV_ADAPTER_FIELDS),
+    "config": ((), seams.KV_CONFIG_FIELDS),
+    "spec": ((), seams.KV_SPEC_FIELDS),
     "pool": (seams.KV_POOL_SEAMS, ()),
 }
 METHODS = [(place, seam.name) for place, (methods, _) in PLACES.items() for seam in methods]
@@ -33,13 +35,16 @@ def owner_of(rollout, place):
         "state": rollout.state,
         "cache": rollout.kv,
         "adapter": rollout.state.adapters["main"],
+        "config": rollout.kv.config,
+        "spec": rollout.kv.spec,
         "pool": rollout.kv.manager.block_pool,
     }[place]
 
 
 def other_class(owner, **names):
     """The same object, as if its class had been written otherwise."""
-    owner.__class__ = type(f"Other{type(owner).__name__}", (type(owner),), names)
+    kind = type(f"Other{type(owner).__name__}", (type(owner),), names)
+    object.__setattr__(owner, "__class__", kind)  # the engine's spec is frozen
 
 
 def refuses(rollout, name):

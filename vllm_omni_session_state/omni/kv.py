@@ -168,6 +168,20 @@ def blocks_of(tree: dict[str, Any]) -> int:
     return sum(branch["blocks"] for branch in tree["branches"].values())
 
 
+def most_nbytes(kv_cache: Any) -> int:
+    """Bytes that one session holds at most while nobody uses it.
+
+    These are sink and window of each branch that this rank runs, and cross-attention K/V.
+
+    Raises:
+        SeamMismatchError: If the engine does not look as expected.
+    """
+    check_cache(kv_cache)
+    blocks = kv_cache.num_local_kv_branches * (kv_cache.config.sink_chunks + kv_cache.config.window_chunks)
+    page = kv_cache.spec.page_size_bytes * kv_cache.num_layers
+    return int(blocks * page + kv_cache.cross_attention_bytes_per_session)
+
+
 def free_blocks(kv_cache: Any) -> int:
     """How many blocks of the engine's pool are nobody's."""
     return int(kv_cache.manager.block_pool.get_num_free_blocks())
@@ -281,12 +295,18 @@ def check_engine(state: Any) -> None:
     """
     seams.check(type(state), seams.KV_STATE_SEAMS)
     seams.check_fields(state, seams.KV_STATE_FIELDS)
-    kv = getattr(state, "kv_cache", None)
-    seams.check(type(kv), seams.KV_CACHE_SEAMS)
-    seams.check_fields(kv, seams.KV_CACHE_FIELDS)
+    check_cache(getattr(state, "kv_cache", None))
     for adapter in state.adapters.values():
         seams.check_fields(adapter, seams.KV_ADAPTER_FIELDS)
-    pool = getattr(getattr(kv, "manager", None), "block_pool", None)
+
+
+def check_cache(kv_cache: Any) -> None:
+    """The same for the engine's ``ARDiffusionKVCache`` alone."""
+    seams.check(type(kv_cache), seams.KV_CACHE_SEAMS)
+    seams.check_fields(kv_cache, seams.KV_CACHE_FIELDS)
+    seams.check_fields(getattr(kv_cache, "config", None), seams.KV_CONFIG_FIELDS)
+    seams.check_fields(getattr(kv_cache, "spec", None), seams.KV_SPEC_FIELDS)
+    pool = getattr(getattr(kv_cache, "manager", None), "block_pool", None)
     seams.check(type(pool), seams.KV_POOL_SEAMS)
 
 

@@ -139,9 +139,14 @@ KV_CACHE_FIELDS = (
     Field("cross_attention_kv_heads", dict),
     Field("_adapters", dict),
     Field("_cross_sessions", dict),
+    Field("num_local_kv_branches", int),
+    Field("cross_attention_bytes_per_session", int),
 )
+KV_CONFIG_FIELDS = (Field("sink_chunks", int), Field("window_chunks", int))
+KV_SPEC_FIELDS = (Field("page_size_bytes", int),)
 """Of ``ARDiffusionKVCache``: the pool. Adapters by request id; cross-attention K/V by session id, cache name
-and branch, each a pair of lists by layer."""
+and branch, each a pair of lists by layer. Its ``config`` has the window in blocks, its ``spec`` a block's
+bytes in one layer."""
 
 KV_ADAPTER_FIELDS = (
     Field("request_id", str),
