@@ -20,6 +20,7 @@ from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import SessionParkedError
 from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
 from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.paged import PagedKV
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", bound=StateObject[Any, Any])
@@ -80,8 +81,8 @@ class SessionState:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has been put into the session."""
-        return not self._objects and not self.attrs
+        """Whether its model has put nothing into the session; a handle to an engine's bytes is none of it."""
+        return not self.attrs and all(isinstance(obj, PagedKV) for obj in self._objects.values())
 
     def get(self, name: str) -> StateObject[Any, Any] | None:
         """The object of that name, or ``None``."""

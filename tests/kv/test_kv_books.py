@@ -20,6 +20,12 @@ def test_a_session_counts_its_blocks_and_no_others():
     assert [handle.nbytes for handle in handles] == [nbytes(one.state), nbytes(two.state)]
     regions = [handle.footprint().regions for handle in handles]
     assert not set(regions[0]) & set(regions[1])
+    for rollout, held in zip((one, two), regions, strict=True):
+        for block in pool.window_block_ids(rollout.state.adapters["main"]):
+            for layer in range(LIKE_LINGBOT.layers):
+                for page in (pool.key_cache(layer)[block], pool.value_cache(layer)[block]):
+                    start, size = page.data_ptr(), page.numel() * page.element_size()
+                    assert sum(r.start <= start and start + size <= r.stop for r in held) == 1
     session = SessionState("both")
     for name, handle in zip("ab", handles, strict=True):
         session.put(name, handle)

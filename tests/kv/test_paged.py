@@ -145,6 +145,18 @@ def test_the_handle_shows_the_engines_state_while_it_is_open(arena):
     assert kv.view() is engine.state
 
 
+def test_a_session_into_which_a_model_put_nothing_is_empty_although_the_engine_knows_it(arena):
+    """A model's state begins in an empty session, whoever comes first: its first step or the engine's KV."""
+    session = SessionState("a")
+    session.put("kv", PagedKV(Engine(arena, 1)))
+    assert session.empty
+    session.put("latents", LatentBuffer())
+    assert not session.empty
+    session = SessionState("b")
+    session.attrs["count"] = 0
+    assert not session.empty
+
+
 def test_a_session_with_an_object_that_cannot_come_back_stays_away_whole(arena):
     engine, session = Engine(arena, 6), SessionState("a")
     first = session.put("first", LatentBuffer())
