@@ -113,7 +113,7 @@ class KVMachine(RuleBasedStateMachine):
         self.models[name] = Model(self.shape)
         self.hold(name, new_state(self.kv, name))
         for branch in self.shape.branches:
-            if cross:
+            if cross and self.live(name):
                 self.encode_for(name, branch, "text")
             if self.live(name):
                 self.chunk(name, branch, frames=1)
@@ -290,5 +290,5 @@ class broken:  # noqa: N801 - reads as a statement
         delattr(self.pool, self.name)
 
 
-KVMachine.TestCase.settings = sized(600, stateful_step_count=50)
+KVMachine.TestCase.settings = sized(1600, stateful_step_count=50)
 TestKVMachine = KVMachine.TestCase
