@@ -100,7 +100,7 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
             The bytes that are really gone. Judged after the release: what something else keeps alive
             (a view, an alias, the staged payload) is not counted.
         """
-        watch = Watch(self.export_payload()) if self.resident else None
+        watch = Watch(self.holds()) if self.resident else None
         self._release()
         return 0 if watch is None else watch.freed()
 
@@ -143,6 +143,16 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
             BadPayloadError: If this kind of object never exported such a tree; nothing has changed.
         """
 
+    def holds(self) -> Any:
+        """Where the books find the memory of the committed content: walked, never kept nor changed.
+
+        By default what ``export_payload()`` hands out. A handle whose export is a copy says the regions.
+
+        Raises:
+            NotAllocatedError: If the object is not resident.
+        """
+        return self.export_payload()
+
     @property
     def growing(self) -> Chunks[Any] | None:
         """The list that is all of the committed content, if it is one that is mostly appended to."""
@@ -150,7 +160,7 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
 
     def footprint(self) -> Footprint:
         """The memory that the committed content keeps alive."""
-        return footprint(self.export_payload()) if self.resident else footprint()
+        return footprint(self.holds()) if self.resident else footprint()
 
     @property
     def staged(self) -> tuple[PayloadT] | None:

@@ -181,6 +181,68 @@ class NoRoomError(SessionStateError, RuntimeError):
         super().__init__(f"no room for a new session: {why}. Close sessions, or raise what is full")
 
 
+class MidChunkError(SessionStateError, RuntimeError):
+    """A session's KV cannot be taken out between two commits; nothing has changed.
+
+    Attributes:
+        session: The session's shown id.
+        branch: The KV branch that is in the middle of a chunk.
+        tokens: Its tokens that have a place in the pool and are not committed.
+    """
+
+    def __init__(self, session: str, *, branch: str, tokens: int) -> None:
+        self.session = session
+        self.branch = branch
+        self.tokens = tokens
+        super().__init__(
+            f"session {session} is in the middle of a chunk: branch {branch!r} has {tokens} tokens "
+            "that are not committed; take its KV out after the engine's commit"
+        )
+
+
+class PoolFullError(SessionStateError):
+    """The engine's KV pool has no room for a session that should come back; the pool is as it was.
+
+    Attributes:
+        what: What there is too little of.
+        wanted: How many the session needs.
+        room: How many are free.
+    """
+
+    def __init__(self, what: str, *, wanted: int, room: int) -> None:
+        self.what = what
+        self.wanted = wanted
+        self.room = room
+        super().__init__(
+            f"the engine's KV pool has {room} {what} free and {wanted} are wanted; park or close other "
+            "sessions, or raise gpu_memory_fraction in ar_diffusion_kv_config"
+        )
+
+
+class KVOccupiedError(SessionStateError, RuntimeError):
+    """KV should be put where the engine holds some of that session already; nothing has changed.
+
+    Attributes:
+        session: The session's shown id.
+    """
+
+    def __init__(self, session: str, why: str) -> None:
+        self.session = session
+        super().__init__(f"session {session} has KV in the engine's pool already ({why}); close that first")
+
+
+class EngineOwnedError(SessionStateError, TypeError):
+    """A handle to bytes that the engine owns was written to; only the engine's own forward writes them.
+
+    Attributes:
+        kind: Class name of the state object.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind} is a handle: only the engine's own forward writes its bytes")
+
+
 class SeamMismatchError(SessionStateError):
     """A place in the host that the plugin hooks does not look as expected.
 

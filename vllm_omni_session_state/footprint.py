@@ -1,9 +1,9 @@
 """The footprint of a value: every region of memory that the value keeps alive, and where.
 
 The only file that looks inside tensors and arrays. It covers tensors of every layout, NumPy arrays of
-every origin, buffers, containers, dataclasses, and types that somebody registered. At modules, functions,
-classes, locks, threads, generators and any other instance the walk stops, counts 0 bytes and reports the
-type, so that one reference to a pipeline never counts its weights.
+every origin, buffers, containers, dataclasses, a ``Union`` of known regions, and types that somebody
+registered. At modules, functions, classes, locks, threads, generators and any other instance the walk
+stops, counts 0 bytes and reports the type, so that one reference to a pipeline never counts its weights.
 
 Two rules keep it exact and keep it from crashing:
 
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni_session_state.regions import HOST, PINNED, Region, as_region, nbytes_by_device, union
+from vllm_omni_session_state.regions import HOST, PINNED, Region, Union, as_region, nbytes_by_device, union
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -220,15 +220,14 @@ class _Walk:
             self.attributes(value)
             if len(value):
                 self.extent(np.frombuffer(value, np.uint8), value)
-        elif issubclass(kind, torch.TypedStorage):
-            self.stack.append(value._untyped_storage)  # noqa: SLF001
         elif issubclass(kind, torch.UntypedStorage):
             self.storage(value)
-        elif kind is _StridedView:
-            self.stack.append(value.base)
-        elif issubclass(kind, torch.nn.Module):
-            self.opaque.add(_name(kind))
-        elif issubclass(kind, _PLAIN_BASES) or _opens(kind):
+        elif kind is _StridedView or issubclass(kind, torch.TypedStorage):
+            self.stack.append(value.base if kind is _StridedView else value._untyped_storage)  # noqa: SLF001
+        elif kind is Union:  # memory that somebody has found already
+            for region in value:
+                self.claim(value, *region)
+        elif not issubclass(kind, torch.nn.Module) and (issubclass(kind, _PLAIN_BASES) or _opens(kind)):
             self.attributes(value)
         elif not issubclass(kind, _ATOMS):
             self.opaque.add(_name(kind))

@@ -63,7 +63,7 @@ def entry_of(session: SessionState, declaration: Declaration | None, *, place: s
         held = footprint(*session.away()).nbytes_by_device()
         return Entry(shown(session.key), place, held, 0, declared, ())
     objects = [
-        _value(name, type(obj).__name__, "object", obj.export_payload() if obj.resident else None)
+        _value(name, type(obj).__name__, "object", obj.holds() if obj.resident else None)
         for name, obj in list(session.objects.items())
     ]
     carried = [

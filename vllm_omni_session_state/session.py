@@ -20,6 +20,7 @@ from vllm_omni_session_state.contract import StateObject
 from vllm_omni_session_state.errors import SessionParkedError
 from vllm_omni_session_state.footprint import NOTHING, Footprint, footprint
 from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.paged import PagedKV
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", bound=StateObject[Any, Any])
@@ -80,8 +81,8 @@ class SessionState:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has been put into the session."""
-        return not self._objects and not self.attrs
+        """Whether its model has put nothing into the session; a handle to an engine's bytes is none of it."""
+        return not self.attrs and all(isinstance(obj, PagedKV) for obj in self._objects.values())
 
     def get(self, name: str) -> StateObject[Any, Any] | None:
         """The object of that name, or ``None``."""
@@ -128,7 +129,7 @@ class SessionState:
         if self._away is None:
             return ()
         attrs, objects = self._away
-        return (*attrs.values(), *(obj.export_payload() for obj in objects.values() if obj.resident))
+        return (*attrs.values(), *(obj.holds() for obj in objects.values() if obj.resident))
 
     def let_go(self, part: dict[str, dict[str, object]]) -> None:
         """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch."""
@@ -141,11 +142,21 @@ class SessionState:
         self._objects = _Sealed(self.key)
 
     def put_back(self, part: dict[str, Any]) -> None:
-        """Take back what was let go of; afterwards the session is as it was."""
+        """Take back what was let go of; afterwards the session is as it was.
+
+        If an object refuses, for want of room or whatever it is, the session stays away, all of it.
+        """
         assert self._away is not None, "only a parked session is put back"
         attrs, objects = self._away
-        for name, payload in part["objects"].items():
-            objects[name].import_payload(payload)
+        back: list[StateObject[Any, Any]] = []
+        try:
+            for name, payload in part["objects"].items():
+                objects[name].import_payload(payload)
+                back.append(objects[name])
+        except BaseException:
+            for obj in back:
+                obj._release()  # noqa: SLF001 - as above
+            raise
         attrs.update(part["attrs"])
         self.attrs, self._objects, self._away = attrs, objects, None
 
@@ -173,7 +184,7 @@ class SessionState:
             attrs = [(name, value) for name, value in attrs if name in only]
             objects = [(name, obj) for name, obj in objects if name in only]
         values = [value for name, value in attrs if name not in without]
-        values += [obj.export_payload() for name, obj in objects if name not in without and obj.resident]
+        values += [obj.holds() for name, obj in objects if name not in without and obj.resident]
         return values
 
     def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role]:
@@ -190,7 +201,7 @@ class SessionState:
             if (growing := obj.growing) is not None and len(growing) > growth.SHORT:
                 role.lists.append(growing)
             elif obj.resident:
-                role.values.append(obj.export_payload())
+                role.values.append(obj.holds())
         return device, host
 
     def footprint(self) -> Footprint:

@@ -15,7 +15,7 @@ ROWS = (
     ("adapters",),
     ("table", "cascade", "room", "manager"),
     ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "parking", "lease"),
-    ("contract", "objects", "session", "listing"),
+    ("contract", "objects", "paged", "session", "listing"),
     (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
         *("ledger", "accounts", "order"),

@@ -15,6 +15,7 @@ from types import ModuleType
 from vllm_omni_session_state.errors import SeamMismatchError
 
 LOADER_MODULE = "vllm_omni.diffusion.model_loader.diffusers_loader"
+_MISSING = object()
 MARK = "__session_state_wrapper__"
 """Attribute of every function that this plugin puts around one of the host's."""
 
@@ -99,6 +100,69 @@ SERVING_SEAMS: dict[str, tuple[Seam, ...]] = {
 """By the dotted name of a serving class of the API server."""
 
 
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One attribute of an object of the host that is read or set.
+
+    Attributes:
+        name: The attribute's name.
+        kind: Its type.
+    """
+
+    name: str
+    kind: type
+
+
+KV_STATE_SEAMS = (Seam("close", "(self)"),)
+KV_STATE_FIELDS = (
+    Field("session_id", str),
+    Field("adapters", dict),
+    Field("_committed", dict),
+    Field("_paged_pending", dict),
+    Field("_closed", bool),
+)
+"""Of ``ARDiffusionKVState``: one session's engine KV. By branch: adapters, committed tokens, contexts."""
+
+KV_CACHE_SEAMS = (
+    Seam("begin_request", "(self, request_id, *, prefill_prefix_tokens=...)"),
+    Seam("end_request", "(self, adapter)"),
+    Seam("allocate_token_slots", "(self, adapter, num_tokens)"),
+    Seam("block_table", "(self, adapter)"),
+    Seam("key_cache", "(self, layer_idx)"),
+    Seam("value_cache", "(self, layer_idx)"),
+)
+KV_CACHE_FIELDS = (
+    Field("num_layers", int),
+    Field("block_size", int),
+    Field("null_block_id", int),
+    Field("session_capacity", int),
+    Field("cross_attention_lengths", dict),
+    Field("cross_attention_kv_heads", dict),
+    Field("_adapters", dict),
+    Field("_cross_sessions", dict),
+    Field("num_local_kv_branches", int),
+    Field("cross_attention_bytes_per_session", int),
+)
+KV_CONFIG_FIELDS = (Field("sink_chunks", int), Field("window_chunks", int))
+KV_SPEC_FIELDS = (Field("page_size_bytes", int),)
+"""Of ``ARDiffusionKVCache``: the pool. Adapters by request id; cross-attention K/V by session id, cache name
+and branch, each a pair of lists by layer. Its ``config`` has the window in blocks, its ``spec`` a block's
+bytes in one layer."""
+
+KV_ADAPTER_FIELDS = (
+    Field("request_id", str),
+    Field("_chunk_size", int),
+    Field("_prefill", int),
+    Field("_completed_chunks", int),
+    Field("compacted_tokens", int),
+    Field("num_computed_tokens", int),
+)
+"""Of ``ARDiffusionRequestAdapter``: where one branch of one session stands."""
+
+KV_POOL_SEAMS = (Seam("get_num_free_blocks", "(self)"),)
+"""Of vLLM's ``BlockPool``, which is ``manager.block_pool`` of the cache."""
+
+
 def signature_of(function: object) -> str:
     """A callable's parameters in the form that ``Seam.signature`` has."""
     parts: list[str] = []
@@ -138,3 +202,20 @@ def check(owner: type | ModuleType, seams: Iterable[Seam]) -> None:
             found = f"a {type(function).__name__} without a signature"
         if found != seam.signature:
             raise SeamMismatchError(place, expected=seam.signature, found=found)
+
+
+def check_fields(owner: object, fields: Iterable[Field]) -> None:
+    """Compare an object of the host with what the plugin expects to find on it.
+
+    Raises:
+        SeamMismatchError: For the first attribute that is missing or of another type.
+    """
+    kind = type(owner)
+    for field in fields:
+        found = getattr(owner, field.name, _MISSING)
+        if not isinstance(found, field.kind):
+            raise SeamMismatchError(
+                f"{kind.__module__}.{kind.__qualname__}.{field.name}",
+                expected=f"an attribute of type {field.kind.__name__}",
+                found="nothing of that name" if found is _MISSING else f"a {type(found).__name__}",
+            )
