@@ -90,6 +90,7 @@ class Accounts:
         device: tuple[Region, ...] = (),
         host: tuple[Region, ...] = (),
         parcel: tuple[Region, ...] = (),
+        engine: tuple[Region, ...] = (),
         staged: tuple[Region, ...] = (),
         growth: Growth | None = None,
         growth_on_host: bool = False,
@@ -101,6 +102,7 @@ class Accounts:
             device: What its model keeps on the device.
             host: What its model keeps in host memory.
             parcel: What is parked there; the tier counts it itself against the budget that both share.
+            engine: What it holds in an engine's pool, which counts as the session's and towards no budget.
             staged: What is staged.
             growth: What its growing lists hold beside that, in one of the two.
             growth_on_host: Whether that is host memory.
@@ -111,12 +113,14 @@ class Accounts:
             growth.join()
             pile = growth.pile
         if owner in self._table:
-            self._table.charge(owner, device + host + parcel if host or parcel else device, pile)
+            rest = host + parcel + engine
+            self._table.charge(owner, device + rest if rest else device, pile)
             self._host.charge(owner, host, pile if growth_on_host else None)
             if owner in self._idle:
                 self._idle.charge(owner, device, None if growth_on_host else pile)
         elif owner in self._detached:
-            self._detached.charge(owner, device + host if host else device, pile)
+            rest = host + engine
+            self._detached.charge(owner, device + rest if rest else device, pile)
         else:
             return
         self._staged.charge(owner, staged)

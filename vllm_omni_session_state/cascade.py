@@ -33,6 +33,7 @@ from vllm_omni_session_state.parking import (
     Filed,
     Level,
     Parked,
+    Part,
     fetch,
     park,
     park_in_place,
@@ -111,7 +112,7 @@ class Cascade:
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
             refused = without_frames(error)  # they hold what should have moved
             self._note(seat, refused)
-            device = footprint(*session.contents(without=self.on_host)).regions
+            device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
         held = None if parked is None else _held(seat, parked)
         with table.lock:
             seat.moving = False
@@ -154,15 +155,18 @@ class Cascade:
         table, session, parked = self._table, seat.session, seat.parked
         failed: Exception | None = None
         assert parked is not None, "only a parked session is brought back"
+        part: Part | None = None
         try:
             part = fetch(parked, self.host, self.disk)
+            session.put_back(part)
         except Exception as error:  # noqa: BLE001 - as above
-            failed = without_frames(error)
+            failed, part = without_frames(error), None
         if self._exchange is not None:
             failed = self._failed_somewhere(self._exchange, failed)
         if failed is None:
-            session.put_back(part)
             self._discard(parked)
+        elif part is not None:
+            session.let_go(part)  # another rank could not
         with table.lock:
             seat.moving = False
             if failed is None:

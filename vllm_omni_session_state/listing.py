@@ -37,7 +37,7 @@ class Entry:
         session: The session's shown id.
         place: ``"device"``, or ``"host"`` or ``"disk"`` for a parked one, of which no values are listed.
         nbytes: Bytes by device, each region once.
-        device_nbytes: Bytes of the values that its model keeps on the device.
+        device_nbytes: Bytes of the values that its model keeps on the device, without an engine's pool.
         declared_nbytes: What the model declared of these; ``None`` where it declares nothing.
         values: What it holds, objects first.
     """
@@ -74,7 +74,7 @@ def entry_of(session: SessionState, declaration: Declaration | None, *, place: s
         session=shown(session.key),
         place="device",
         nbytes=session.nbytes_by_device(),
-        device_nbytes=footprint(*session.contents(without=on_host)).nbytes,
+        device_nbytes=footprint(*session.contents(without=on_host | session.engine_names)).nbytes,
         declared_nbytes=declared,
         values=(*objects, *carried),
     )

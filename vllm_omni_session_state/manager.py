@@ -13,7 +13,6 @@ last settlement; reading them walks nothing and costs the same for one session a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -21,10 +20,10 @@ from typing import Literal
 from vllm_omni_session_state.cascade import Cascade, Exchange
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
-from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.footprint import NOTHING, footprint
+from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.glance import Glance, is_plain, items_of
-from vllm_omni_session_state.growth import Growth, Pile, grown
+from vllm_omni_session_state.growth import Pile
 from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
@@ -32,6 +31,7 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.room import Room
 from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.settlement import settle
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
@@ -142,6 +142,7 @@ class SessionStateManager:
         with self._table.lock:
             seat = self._table.arrived(key)
             ready = seat is not None and seat.parked is None
+        self.room.make_place(key)
         if not ready:
             self._end_lease(self._find(key, lease=True, count=False))
 
@@ -159,27 +160,35 @@ class SessionStateManager:
 
     def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
         """The seat of a session that is on the device; waits, restores and makes room as it must."""
-        table = self._table
+        table, asked = self._table, False
         while True:
             with table.lock:
                 seat = table.arrived(key)
                 if seat is None:
-                    reason = table.losses.reason(key)
-                    if reason is not None and self.room.on_lost == "error":
-                        raise SessionStateLostError(shown(key), reason.value)
-                    if not self.room.crowded():
-                        seat = table.open(key)
+                    seat = self._newcomer(key)
                 if seat is not None and seat.parked is None:
                     table.touch(seat, lease=lease, count=count)
                     return seat
                 if seat is not None:
                     if not lease:
                         raise SessionParkedError(shown(key))
-                    table.fetch(seat)
-            if seat is not None:
+                    if asked:
+                        table.fetch(seat)
+            if seat is None:
+                self.room.make()
+            elif asked:
                 self.cascade.back(seat)
                 return seat
-            self.room.make()
+            else:
+                self.room.make_place(key)
+                asked = True
+
+    def _newcomer(self, key: str) -> Seat | None:
+        """A new session's seat; ``None`` while there is no room for one. Lock held."""
+        reason = self._table.losses.reason(key)
+        if reason is not None and self.room.on_lost == "error":
+            raise SessionStateLostError(shown(key), reason.value)
+        return None if self.room.crowded() else self._table.open(key)
 
     def _end_lease(self, seat: Seat) -> None:
         """Never raises but for an end too many: it runs after a forward's own body."""
@@ -189,56 +198,10 @@ class SessionStateManager:
     def settle(self, session: SessionState) -> tuple[tuple[Region, ...], Pile | None]:
         """Charge a session for what it holds now. Never raises: it runs after a forward's own body.
 
-        It costs as much as what changes: of a list that is only appended to, what came since the last time.
-
         Returns:
             What it holds on the device, and the pile of what it holds there as well.
         """
-        on_device, on_host = session.roles(self.cascade.on_host)
-        # One role's lists may grow; lists of the other one beside them are walked as any value is.
-        growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
-        still.values.extend(still.lists)
-        growth: Growth | None = None
-        if growing.lists:
-            growth = grown(growing.lists, session.pile)
-            growing.values.extend(growth.rest)
-        session.pile = pile = None if growth is None else growth.pile
-        device = footprint(*on_device.values)
-        host = footprint(*on_host.values) if on_host.values else NOTHING
-        staged = session.staged_footprint()
-        with self._table.lock:
-            self._table.accounts.settle(
-                session.serial,
-                device=device.regions,
-                host=host.regions,
-                staged=staged.regions,
-                growth=growth,
-                growth_on_host=growing is on_host,
-            )
-        if growing is on_host:
-            pile = None
-        found = NOTHING if growth is None else growth.found
-        for kind in device.opaque | host.opaque | staged.opaque | found.opaque:
-            say_once(
-                logging.WARNING,
-                ("opaque", kind),
-                "a session holds a %s: what is inside it cannot be seen and counts as 0 bytes; "
-                "footprint.register_children() opens a type",
-                kind,
-            )
-        declared = None if self.declaration is None else self.declaration.device_nbytes
-        nbytes = device.nbytes if pile is None or declared is None else pile.nbytes_with(device.regions)
-        if declared is not None and nbytes > declared:
-            say_once(
-                logging.WARNING,
-                ("declared",),
-                "session %s holds %d bytes on the device and its model declared %d: the host reserves too "
-                "little, and a full pool can run out of memory",
-                shown(session.key),
-                nbytes,
-                declared,
-            )
-        return device.regions, pile
+        return settle(session, self._table, self.declaration)
 
     def charge_outside(self, name: str, *values: object) -> None:
         """Say what the host keeps of sessions outside of them, under a name of its own.

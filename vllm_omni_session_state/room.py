@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Protocol
 
 from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import ENV_MAX_SESSIONS
@@ -20,6 +20,20 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.table import Table
 
 
+class Pool(Protocol):
+    """Places that an engine has for sessions on the device."""
+
+    @property
+    def places(self) -> int:
+        """How many there are."""
+
+    def holds(self, key: str) -> bool:
+        """Whether a session has one."""
+
+    def has_place(self, key: str) -> bool:
+        """Whether a session has one or can have one now."""
+
+
 class Room:
     """The bounds of one manager and what is done to keep them.
 
@@ -29,6 +43,9 @@ class Room:
         max_sessions: Sessions on the device.
         device_budget: Bytes on the device of sessions that nobody uses, ``None``: any.
         on_lost: ``"error"`` refuses a new session rather than lose another one.
+
+    Attributes:
+        pool: Where sessions on the device need a place; ``None``: nowhere.
     """
 
     def __init__(
@@ -44,6 +61,7 @@ class Room:
         self.max_sessions = max_sessions
         self.device_budget = device_budget
         self.on_lost = on_lost
+        self.pool: Pool | None = None
         self._table = table
 
     def crowded(self) -> bool:
@@ -77,6 +95,32 @@ class Room:
                 reason.value,
                 why,
             )
+
+    def make_place(self, key: str) -> None:
+        """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
+
+        Raises:
+            NoRoomError: If none can be parked, and ``on_lost`` is ``"error"`` or there is a disk to keep
+                sessions on. Else it is the engine that drops its oldest one.
+        """
+        pool, tried = self.pool, set[str]()
+        if pool is None or not self.cascade or pool.has_place(key):
+            return
+        why = f"{pool.places} sessions have their KV in the engine's pool, and all of them are in use"
+        while not pool.has_place(key):
+            with self._table.lock:
+                idle = (self._table.seats[other] for other in self._table.order if other not in tried)
+                seat = next((seat for seat in idle if pool.holds(seat.session.key)), None)
+                if seat is not None:
+                    tried.add(seat.session.key)
+                    self._take(seat)
+            if seat is None:
+                if self.on_lost == "error" or self.cascade.disk is not None:
+                    raise NoRoomError(why)
+                return
+            refused = self.cascade.down(seat)
+            if refused is not None:
+                why = str(refused)
 
     def enforce(self) -> None:
         """Park idle sessions until the rest fits the budget, each asked at most once. Never raises."""

@@ -187,22 +187,27 @@ class SessionState:
         values += [obj.holds() for name, obj in objects if name not in without and obj.resident]
         return values
 
-    def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role]:
-        """The committed content of both buckets, by reference: what lives on the device, and the rest.
+    @property
+    def engine_names(self) -> frozenset[str]:
+        """Names of the objects whose bytes lie in an engine's pool."""
+        return frozenset(name for name, obj in self._objects.items() if isinstance(obj, PagedKV))
+
+    def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role, Role]:
+        """The committed content, by reference: on the device, in host memory, in an engine's pool.
 
         Args:
             on_host: Names of the values that live in host memory.
         """
-        device, host = Role([], []), Role([], [])
+        device, host, engine = Role([], []), Role([], []), Role([], [])
         for name, value in list(self.attrs.items()):
             (host if name in on_host else device).values.append(value)
         for name, obj in list(self._objects.items()):
-            role = host if name in on_host else device
+            role = engine if isinstance(obj, PagedKV) else host if name in on_host else device
             if (growing := obj.growing) is not None and len(growing) > growth.SHORT:
                 role.lists.append(growing)
             elif obj.resident:
                 role.values.append(obj.holds())
-        return device, host
+        return device, host, engine
 
     def footprint(self) -> Footprint:
         """The memory that the committed content of both buckets keeps alive; aliases count once."""

@@ -13,7 +13,7 @@ ROWS = (
     ("__init__", "testing", "cli", "plugin"),
     ("omni",),
     ("adapters",),
-    ("table", "cascade", "room", "manager"),
+    ("table", "settlement", "cascade", "room", "manager"),
     ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "parking", "lease"),
     ("contract", "objects", "paged", "session", "listing"),
     (

@@ -12,7 +12,7 @@ Not here: when any of this is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,13 @@ NAME = "engine_kv"
 """The name under which a session holds its engine KV."""
 
 
-def join(session: SessionState, state: Any) -> PagedKV:
+def join(session: SessionState, state: Any, sessions: MutableMapping[str, Any] | None = None) -> PagedKV:
     """Have ``session`` hold the engine's ``state`` as a state object; of one that it holds already, that one.
 
     Args:
         session: On the device.
         state: The engine's ``ARDiffusionKVState`` of that session.
+        sessions: The runner's table of states, if it has one; one that is parked is not in it.
 
     Raises:
         SeamMismatchError: If the engine does not look as expected; nothing has changed.
@@ -47,7 +48,7 @@ def join(session: SessionState, state: Any) -> PagedKV:
     held = session.get(NAME)
     if isinstance(held, PagedKV) and held.resident and held.view() is state:
         return held
-    return session.put(NAME, PagedKV(SessionKV(state)))
+    return session.put(NAME, PagedKV(SessionKV(state, sessions)))
 
 
 def take_out(state: Any) -> dict[str, Any]:
@@ -218,13 +219,18 @@ def _write_blocks(
 class SessionKV:
     """One session's KV as ``PagedKV`` asks for it: ``EngineKV`` over the engine's ``ARDiffusionKVState``.
 
+    Args:
+        state: The engine's.
+        sessions: Where the runner finds it while it is open.
+
     Raises:
         SeamMismatchError: If the engine does not look as expected.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, sessions: MutableMapping[str, Any] | None = None) -> None:
         check_engine(state)
-        self.state = state
+        self.state: Any = state
+        self._sessions: MutableMapping[str, Any] = {} if sessions is None else sessions
         self._pools: list[tuple[str, int, int]] | None = None
 
     @property
@@ -274,13 +280,16 @@ class SessionKV:
     def put_back(self, tree: Any) -> None:
         """As the function of this name."""
         put_back(self.state, tree)
+        self._sessions[self.state.session_id] = self.state
 
     def reopen(self) -> None:
         """The engine's ``reset()``, which begins new adapters."""
         self.state.reset()
 
     def close(self) -> None:
-        """The engine's ``close()``."""
+        """The engine's ``close()``; the runner has the state no longer."""
+        if self._sessions.get(self.state.session_id) is self.state:
+            del self._sessions[self.state.session_id]
         self.state.close()
 
 

@@ -2,7 +2,9 @@
 
 The runner drops a session on any exception inside the scope of a forward. A restore that failed there
 would destroy the session that it failed to read, so it happens before, where the runner looks for the
-session. And the runner knows why it releases a session, which the pipeline is not told.
+session. There is also where room is made in the pool, before the runner's own loop would drop somebody, and
+where a session's KV joins what its manager knows of it. And the runner knows why it releases a session, which
+the pipeline is not told.
 
 Patched on the class, once, and only where a pipeline has a manager; for any other pipeline both methods
 are the host's.
@@ -11,11 +13,14 @@ are the host's.
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from typing import Any
 
+from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import seams
+from vllm_omni_session_state.omni import kv, seams
 
 _MARK = seams.MARK
 _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD_EXCEPTION}
@@ -41,9 +46,14 @@ def _wrap(runner: Any) -> None:
     @functools.wraps(find)
     def _get_or_create_session(self: Any, session_id: str) -> Any:
         manager = _manager_of(self)
-        if manager is not None:
-            manager.prepare(session_id)
-        return find(self, session_id)
+        if manager is None:
+            return find(self, session_id)
+        if manager.room.pool is None:
+            manager.room.pool = RunnerPool(self)
+        manager.prepare(session_id)
+        state = find(self, session_id)
+        _join(self, manager, session_id, state)
+        return state
 
     @functools.wraps(release)
     def _release_session(self: Any, session_id: str, *, reason: str, **how: Any) -> None:
@@ -58,6 +68,49 @@ def _wrap(runner: Any) -> None:
     setattr(_get_or_create_session, _MARK, True)
     runner._get_or_create_session = _get_or_create_session
     runner._release_session = _release_session
+
+
+class RunnerPool:
+    """The places of a runner's KV pool, as ``Room`` asks for them.
+
+    Args:
+        runner: Held weakly: it holds the pipeline, which reaches the manager.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = weakref.ref(runner)
+
+    @property
+    def places(self) -> int:
+        """Sessions that it has room for."""
+        runner = self._runner()
+        return 0 if runner is None else int(runner._session_capacity)
+
+    def holds(self, key: str) -> bool:
+        """Whether it has KV of a session."""
+        runner = self._runner()
+        return runner is not None and key in runner._sessions
+
+    def has_place(self, key: str) -> bool:
+        """Whether a session has a place or can have one now."""
+        runner = self._runner()
+        return runner is None or self.holds(key) or len(runner._sessions) < runner._session_capacity
+
+
+def _join(runner: Any, manager: SessionStateManager, session_id: str, state: Any) -> None:
+    """Have the session hold its KV; an engine that looks otherwise keeps it to itself, said once."""
+    session = manager.peek(session_id)
+    try:
+        if session is not None:
+            kv.join(session, state, runner._sessions)
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        say_once(
+            logging.WARNING,
+            ("engine KV",),
+            "engine KV is neither counted nor parked: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
 
 def _manager_of(runner: Any) -> SessionStateManager | None:

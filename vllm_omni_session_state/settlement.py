@@ -1,0 +1,84 @@
+"""A settlement: a session is charged for what it holds now, each kind of value where it lives.
+
+It costs as much as what changes: of a list that is only appended to, what came since the last time.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_omni_session_state.events import say_once
+from vllm_omni_session_state.footprint import NOTHING, footprint
+from vllm_omni_session_state.growth import Growth, Pile, grown
+from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.table import Table
+
+
+def settle(
+    session: SessionState, table: Table, declaration: Declaration | None
+) -> tuple[tuple[Region, ...], Pile | None]:
+    """Charge a session. Never raises: it runs after a forward's own body.
+
+    Args:
+        session: Whose.
+        table: With the accounts; its lock is taken.
+        declaration: What the model declared of one session.
+
+    Returns:
+        What its model keeps on the device, and the pile of what it keeps there as well.
+    """
+    on_device, on_host, engine = session.roles(
+        frozenset() if declaration is None else declaration.host_fields
+    )
+    # One role's lists may grow; lists of the other one beside them are walked as any value is.
+    growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
+    still.values.extend(still.lists)
+    growth: Growth | None = None
+    if growing.lists:
+        growth = grown(growing.lists, session.pile)
+        growing.values.extend(growth.rest)
+    session.pile = pile = None if growth is None else growth.pile
+    device = footprint(*on_device.values)
+    host = footprint(*on_host.values) if on_host.values else NOTHING
+    owned = footprint(*engine.values) if engine.values else NOTHING
+    staged = session.staged_footprint()
+    with table.lock:
+        table.accounts.settle(
+            session.serial,
+            device=device.regions,
+            host=host.regions,
+            engine=owned.regions,
+            staged=staged.regions,
+            growth=growth,
+            growth_on_host=growing is on_host,
+        )
+    if growing is on_host:
+        pile = None
+    found = NOTHING if growth is None else growth.found
+    for kind in device.opaque | host.opaque | owned.opaque | staged.opaque | found.opaque:
+        say_once(
+            logging.WARNING,
+            ("opaque", kind),
+            "a session holds a %s: what is inside it cannot be seen and counts as 0 bytes; "
+            "footprint.register_children() opens a type",
+            kind,
+        )
+    if declaration is not None:
+        nbytes = device.nbytes if pile is None else pile.nbytes_with(device.regions)
+        _compare(session, nbytes, declaration.device_nbytes)
+    return device.regions, pile
+
+
+def _compare(session: SessionState, nbytes: int, declared: int) -> None:
+    if nbytes > declared:
+        say_once(
+            logging.WARNING,
+            ("declared",),
+            "session %s holds %d bytes on the device and its model declared %d: the host reserves too "
+            "little, and a full pool can run out of memory",
+            shown(session.key),
+            nbytes,
+            declared,
+        )
