@@ -43,6 +43,7 @@ _OPTION_NAMES = (
     "on_lost",
     "video_latents",
     "keep_on_exit",
+    "kv_pool",
     "show_ids",
     "resume_s",
     "switch_ends",
@@ -83,6 +84,7 @@ class Settings:
         on_lost: ``"warn"``, or ``"error"``: refuse a new session rather than lose another.
         video_latents: What becomes of the latents that a model keeps for a later decode of its video.
         keep_on_exit: Whether a worker that is shut down leaves its sessions on the disk.
+        kv_pool: Whether the device budget decides how large the engine's KV pool is, or the host alone.
         show_ids: Whether logs and listings show session ids in the clear.
         resume_s: Seconds for which a robot's session is kept after a disconnect, for a connection that
             names its explicit id; 0 keeps none.
@@ -101,6 +103,7 @@ class Settings:
     on_lost: Literal["warn", "error"] = "warn"
     video_latents: VideoLatents = "keep"
     keep_on_exit: bool = False
+    kv_pool: Literal["budget", "host"] = "budget"
     show_ids: bool = False
     resume_s: float = 0.0
     switch_ends: bool = False
@@ -156,9 +159,15 @@ def _read_video_latents(value: object) -> VideoLatents | None:
     return _read_count(number) if name.strip() == "last" else words.get(text)
 
 
+def _read_kv_pool(value: object) -> Literal["budget", "host"] | None:
+    words: dict[str, Literal["budget", "host"]] = {"budget": "budget", "host": "host"}
+    return words.get(str(value).strip().lower())
+
+
 _size: _Kind[Size | None] = _Kind(SIZE_WORDS, read_size)
 _count = _Kind("a positive whole number", _read_count)
 _on_lost: _Kind[Literal["warn", "error"]] = _Kind("warn or error", _read_on_lost)
+_kv_pool: _Kind[Literal["budget", "host"]] = _Kind("budget or host", _read_kv_pool)
 _switch = _Kind("one of " + "/".join(_WORDS), _read_switch)
 _path: _Kind[str | None] = _Kind("the path of a folder", _read_path)
 _video_latents: _Kind[VideoLatents] = _Kind("keep, spill or last:N, such as last:100", _read_video_latents)
@@ -219,6 +228,7 @@ def resolve(
         on_lost=option("on_lost", _on_lost, default="warn"),
         video_latents=option("video_latents", _video_latents, default="keep"),
         keep_on_exit=option("keep_on_exit", _switch, default=False),
+        kv_pool=option("kv_pool", _kv_pool, default="budget"),
         show_ids=option("show_ids", _switch, default=False),
         resume_s=option("resume_s", _seconds, default=0.0),
         switch_ends=option("switch_ends", _switch, default=False),

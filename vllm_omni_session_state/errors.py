@@ -181,6 +181,24 @@ class NoRoomError(SessionStateError, RuntimeError):
         super().__init__(f"no room for a new session: {why}. Close sessions, or raise what is full")
 
 
+class BudgetFixedError(SessionStateError, ValueError):
+    """A device budget that is larger than what was reserved when the model was loaded; nothing has changed.
+
+    Attributes:
+        wanted: The budget in bytes, ``None`` for any.
+        most: What was reserved for it.
+    """
+
+    def __init__(self, wanted: int | None, *, most: int) -> None:
+        self.wanted = wanted
+        self.most = most
+        super().__init__(
+            f"device_budget={'any' if wanted is None else wanted} is more than the {most} bytes that were "
+            "reserved when the model was loaded; the engine's KV pool has the rest. Restart with the larger "
+            "budget, or with kv_pool: host"
+        )
+
+
 class MidChunkError(SessionStateError, RuntimeError):
     """A session's KV cannot be taken out between two commits; nothing has changed.
 

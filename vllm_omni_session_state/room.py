@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import ENV_MAX_SESSIONS
-from vllm_omni_session_state.errors import CannotParkError, NoRoomError
+from vllm_omni_session_state.errors import BudgetFixedError, CannotParkError, NoRoomError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
@@ -46,6 +46,7 @@ class Room:
 
     Attributes:
         pool: Where sessions on the device need a place; ``None``: nowhere.
+        sizes_pool: Whether the device budget decides how large that pool is.
     """
 
     def __init__(
@@ -59,10 +60,31 @@ class Room:
     ) -> None:
         self.cascade = cascade
         self.max_sessions = max_sessions
-        self.device_budget = device_budget
+        self._device_budget = device_budget
+        self._most: int | None = None
         self.on_lost = on_lost
         self.pool: Pool | None = None
+        self.sizes_pool = False
         self._table = table
+
+    @property
+    def device_budget(self) -> int | None:
+        """Bytes on the device of sessions that nobody uses; ``None``: any.
+
+        Raises:
+            BudgetFixedError: When it is set beyond what was reserved when the model was loaded.
+        """
+        return self._device_budget
+
+    @device_budget.setter
+    def device_budget(self, nbytes: int | None) -> None:
+        if self._most is not None and (nbytes is None or nbytes > self._most):
+            raise BudgetFixedError(nbytes, most=self._most)
+        self._device_budget = nbytes
+
+    def fix_device_budget(self) -> None:
+        """The rest of the device has been given away: from now on the budget can only become smaller."""
+        self._most = self._device_budget
 
     def crowded(self) -> bool:
         """Whether a new session must wait for room that an idle one can give. Lock held."""

@@ -1,4 +1,4 @@
-"""More live sessions than the engine's pool holds, on the real host: each step equals its session run alone."""
+"""More live sessions than the engine's pool holds, on the real host: each step as if alone."""
 
 import numpy as np
 import pytest

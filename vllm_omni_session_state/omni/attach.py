@@ -102,6 +102,8 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
         on_lost=settings.on_lost,
         exchange=exchange,
     )
+    has_budget = bool(manager.cascade) and bounds.device is not None
+    manager.room.sizes_pool = has_budget and settings.kv_pool == "budget"
     patches = Patches()
     try:
         adapter.attach(pipeline, manager, patches)

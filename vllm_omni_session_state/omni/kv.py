@@ -288,9 +288,10 @@ class SessionKV:
 
     def close(self) -> None:
         """The engine's ``close()``; the runner has the state no longer."""
-        if self._sessions.get(self.state.session_id) is self.state:
-            del self._sessions[self.state.session_id]
-        self.state.close()
+        state: Any = self.state
+        if self._sessions.get(state.session_id) is state:
+            self._sessions.pop(self.state.session_id)
+        state.close()
 
 
 def check_engine(state: Any) -> None:

@@ -17,10 +17,11 @@ import logging
 import weakref
 from typing import Any
 
+from vllm_omni_session_state.errors import SeamMismatchError
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import kv, seams
+from vllm_omni_session_state.omni import capacity, kv, seams
 
 _MARK = seams.MARK
 _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD_EXCEPTION}
@@ -38,6 +39,11 @@ def hook_runner() -> None:
         return
     seams.check(ARDiffusionModelRunner, seams.RUNNER_SEAMS)
     _wrap(ARDiffusionModelRunner)
+    try:
+        seams.check(ARDiffusionModelRunner, seams.SIZING_SEAMS)
+        _wrap_sizing(ARDiffusionModelRunner)
+    except SeamMismatchError as error:
+        _say_host_sizes(error)
 
 
 def _wrap(runner: Any) -> None:
@@ -68,6 +74,35 @@ def _wrap(runner: Any) -> None:
     setattr(_get_or_create_session, _MARK, True)
     runner._get_or_create_session = _get_or_create_session
     runner._release_session = _release_session
+
+
+def _wrap_sizing(runner: Any) -> None:
+    host = runner._preallocate_kv_cache
+
+    @functools.wraps(host)
+    def _preallocate_kv_cache(self: Any, *, available_bytes: int | None = None) -> None:
+        manager = _manager_of(self)
+        bound = functools.partial(host, self)
+        if manager is None or not manager.room.sizes_pool:
+            bound(available_bytes=available_bytes)
+            return
+        try:
+            capacity.preallocate(self, manager, bound, available_bytes)
+        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+            _say_host_sizes(error)
+            bound(available_bytes=available_bytes)
+
+    runner._preallocate_kv_cache = _preallocate_kv_cache
+
+
+def _say_host_sizes(why: Exception) -> None:
+    say_once(
+        logging.WARNING,
+        ("sizing",),
+        "the engine's KV pool is as large as without the plugin: %s: %s",
+        type(why).__name__,
+        why,
+    )
 
 
 class RunnerPool:

@@ -72,6 +72,12 @@ RUNNER_SEAMS = (
 )
 """Of ``ARDiffusionModelRunner``."""
 
+SIZING_SEAMS = (
+    Seam("_preallocate_kv_cache", "(self, *, available_bytes=...)"),
+    Seam("_available_memory_bytes", "(self)"),
+)
+"""Of the same class: where it decides how large its KV pool is."""
+
 RUNNER_PIPELINES = frozenset({_DREAMZERO})
 """Pipelines that this runner serves."""
 WORKER_MODULE = "vllm_omni.diffusion.worker.diffusion_worker"

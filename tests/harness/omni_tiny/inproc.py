@@ -190,6 +190,7 @@ class TinyDreamZero:
         checkpoint: From `write_dreamzero`.
         flag: ``enable_session_state_manager`` of the configuration; ``None`` for the host's default.
         capacity: Sessions that the runner keeps, 1 to 64; one more evicts the least recently used.
+        exact: Whether it must be so many; a plugin may give the memory away in another way.
         num_inference_steps: Denoising steps per chunk.
         fields: More for `dreamzero_config`.
 
@@ -203,6 +204,7 @@ class TinyDreamZero:
         *,
         flag: bool | None = None,
         capacity: int = 8,
+        exact: bool = True,
         num_inference_steps: int = 2,
         **fields: Any,
     ) -> None:
@@ -212,7 +214,7 @@ class TinyDreamZero:
         self._numbers = itertools.count()
         with environment(FREE_BYTES_VARIABLE, str(free_bytes(capacity))):
             self.worker = make_worker(self.config)
-        if self.capacity != capacity:
+        if exact and self.capacity != capacity:
             self.shutdown()
             raise RuntimeError(
                 f"asked for a runner of {capacity} sessions and got {self.capacity}: "
