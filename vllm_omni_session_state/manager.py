@@ -31,6 +31,7 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.room import Exchange, Room
 from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
@@ -84,6 +85,7 @@ class SessionStateManager:
             on_lost=on_lost,
             exchange=exchange,
         )
+        self.spiller = None if disk is None else Spiller(disk)
         self.declaration = declaration
         self._glances: dict[str, Glance | None] = {}  # of what is outside, by its name
 
@@ -321,9 +323,10 @@ class SessionStateManager:
             Apart from these: ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``,
             ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by somebody),
             ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions``, ``parks``,
-            ``restores``, and one ``lost:<reason>`` for each reason for which somebody was lost.
+            ``restores``, one ``lost:<reason>`` for each reason, and with a disk ``spilled_nbytes``.
         """
-        return {"max_sessions": self.room.max_sessions, **self._table.figures()}
+        figures = {"max_sessions": self.room.max_sessions, **self._table.figures()}
+        return figures if self.spiller is None else {**figures, "spilled_nbytes": self.spiller.nbytes}
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once, as of their last settlement."""

@@ -14,8 +14,8 @@ ROWS = (
     ("omni",),
     ("adapters",),
     ("table", "room", "manager"),
-    ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "parking", "lease"),
-    ("contract", "objects", "session", "listing"),
+    ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "spill", "parking", "lease"),
+    ("contract", "segments", "objects", "session", "listing"),
     (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
         *("ledger", "accounts", "order"),
