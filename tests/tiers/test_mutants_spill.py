@@ -8,6 +8,7 @@ import pytest
 import test_spill as spill_tests
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from spilled import chunks, filled
 from test_spill_machine import run
 
 from vllm_omni_session_state import LatentBuffer, spill
@@ -67,7 +68,7 @@ resisting = on_a_disk(spill_tests.test_a_file_that_cannot_be_removed_is_removed_
 def full(folder):
     """A full disk is asked once a segment."""
     tier = mock.Mock(put=mock.Mock(side_effect=MemoryError))
-    buffer = spill_tests.filled(Spiller(tier), spill_tests.chunks(4 * SEGMENT))
+    buffer = filled(Spiller(tier), chunks(4 * SEGMENT))
     assert tier.put.call_count == 3
     assert len(buffer) == 4 * SEGMENT
 

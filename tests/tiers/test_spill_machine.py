@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from profiles import sized
+from spilled import chunk, described
 from test_disk_faults import CALLS
-from test_spill import chunk, described
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager, spill
 from vllm_omni_session_state.adapters.latents import FIELD, Policy, whole
