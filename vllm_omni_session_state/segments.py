@@ -42,9 +42,6 @@ class Segments:
         self._segments: list[Segment] = []
         self._first: object = _NOBODY  # held: an address alone could be another item's by now
 
-    def __len__(self) -> int:
-        return len(self._segments)
-
     def before(self, items: Sequence[Any]) -> list[Segment]:
         """Those that come before these items: all of them, or none."""
         return list(self._segments) if len(items) and items[0] is self._first else []

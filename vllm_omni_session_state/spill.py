@@ -6,6 +6,7 @@ content ends the file too; a handle that nobody holds any more is collected, and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -78,8 +79,9 @@ class Spiller:
 
     def sweep(self) -> None:
         """Remove the files of which nobody holds the handle any more. Never raises."""
-        while self.orphans:
-            self.remove(self.orphans.popleft())
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while self.orphans:
+                self.remove(self.orphans.popleft())
 
     def read(self, ticket: Ticket) -> list[Any]:
         """The items of a segment.

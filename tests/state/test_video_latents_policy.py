@@ -1,12 +1,16 @@
 """What becomes of older chunks when only the last are kept, and what a settlement of short lists costs."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager, growth
 from vllm_omni_session_state.adapters.latents import FIELD, Policy, whole
+from vllm_omni_session_state.errors import LatentsUnreadableError
+from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.session import Declaration, SessionState
-from vllm_omni_session_state.spill import SEGMENT
+from vllm_omni_session_state.spill import SEGMENT, Spiller
 from vllm_omni_session_state.tiers.disk import DiskTier
 
 CHUNK = 64
@@ -100,6 +104,33 @@ def test_while_a_disk_is_full_a_settlement_walks_what_came_alone(monkeypatch, tm
         walked.step()
     assert walked.nbytes == 10 * SEGMENT * CHUNK
     assert walked.items <= 10 * SEGMENT
+    disk.close()
+
+
+def test_a_damaged_file_is_an_error_of_the_decode_alone_and_a_clear_removes_it(tmp_path):
+    disk = DiskTier(tmp_path, budget=1 << 24)
+    spiller = Spiller(disk)
+    session = SessionState("robot")
+    buffer = session.put(FIELD, allocated(LatentBuffer()))
+    for _ in range(SEGMENT + 3):
+        buffer.container.append(torch.zeros(CHUNK, dtype=torch.uint8))
+        Policy(spiller=spiller).after_forward(session)
+    (file,) = Path(disk.folder).iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(
+            LatentsUnreadableError, match=r"storage\.63 is damaged; .* or clear them"
+        ) as raised:
+            whole(session)
+        assert raised.value.session == shown("robot")
+        assert raised.value.__cause__.__traceback__ is None, "its frames would hold what was read"
+    assert len(buffer.segments) == 1
+    assert len(buffer) == 3
+    buffer.replace([])
+    assert disk.nbytes == 0
+    assert whole(session) is session
     disk.close()
 
 
