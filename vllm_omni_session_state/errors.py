@@ -6,9 +6,30 @@ invariant of our own is no error of this kind: ``check()`` asserts those.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class SessionStateError(Exception):
     """Base of every error that this package raises on purpose."""
+
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+
+def without_frames(error: ErrorT) -> ErrorT:
+    """The same error without tracebacks, its own and those of what it came from.
+
+    Their frames hold what the failed call held, for as long as the error is kept, and each other.
+    """
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        each = chain.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            chain += [each.__cause__, each.__context__]
+    return error
 
 
 class NotAllocatedError(SessionStateError, RuntimeError):
@@ -157,9 +178,7 @@ class NoRoomError(SessionStateError, RuntimeError):
 
     def __init__(self, why: str) -> None:
         self.why = why
-        super().__init__(
-            f"no room for a new session: {why}. Close sessions, raise the budget, or set on_lost to warn"
-        )
+        super().__init__(f"no room for a new session: {why}. Close sessions, or raise what is full")
 
 
 class SeamMismatchError(SessionStateError):

@@ -20,6 +20,7 @@ class Seat:
         ending: Whether a drop waits for the last lease to end.
         fresh: Whether nobody has used it yet.
         place: Where it stood in the order when it was taken out.
+        unwritable: Whether a file of what it holds now was refused for good.
     """
 
     session: SessionState
@@ -29,8 +30,14 @@ class Seat:
     ending: bool = False
     fresh: bool = True
     place: int = 0
+    unwritable: bool = False
 
     @property
     def idle(self) -> bool:
         """Whether it is in the order: on the device, with nobody using or moving it."""
         return not self.leases and not self.moving and self.parked is None
+
+    @property
+    def where(self) -> str:
+        """The tier that has it, or ``"device"``."""
+        return "device" if self.parked is None else self.parked.level.value

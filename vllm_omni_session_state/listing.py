@@ -35,7 +35,7 @@ class Entry:
 
     Attributes:
         session: The session's shown id.
-        place: ``"device"``, or ``"host"`` for a parked one, of which no values are listed.
+        place: ``"device"``, or ``"host"`` or ``"disk"`` for a parked one, of which no values are listed.
         nbytes: Bytes by device, each region once.
         device_nbytes: Bytes of the values that its model keeps on the device.
         declared_nbytes: What the model declared of these; ``None`` where it declares nothing.
@@ -50,12 +50,18 @@ class Entry:
     values: tuple[Value, ...]
 
 
-def entry_of(session: SessionState, declaration: Declaration | None) -> Entry:
-    """List one session. It walks the values, so it is for an operator's look and not for every step."""
+def entry_of(session: SessionState, declaration: Declaration | None, *, place: str) -> Entry:
+    """List one session. It walks the values, so it is for an operator's look and not for every step.
+
+    Args:
+        session: The session.
+        declaration: What its model declared.
+        place: The tier in which it is, if it is parked.
+    """
     declared = None if declaration is None else declaration.device_nbytes
     if session.parked:
         held = footprint(*session.away()).nbytes_by_device()
-        return Entry(shown(session.key), "host", held, 0, declared, ())
+        return Entry(shown(session.key), place, held, 0, declared, ())
     objects = [
         _value(name, type(obj).__name__, "object", obj.export_payload() if obj.resident else None)
         for name, obj in list(session.objects.items())

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from vllm_omni_session_state.cascade import Cascade, Exchange
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER, say_once
@@ -29,7 +30,7 @@ from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.regions import Region
-from vllm_omni_session_state.room import Exchange, Room
+from vllm_omni_session_state.room import Room
 from vllm_omni_session_state.session import Declaration, SessionState
 from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
@@ -75,15 +76,13 @@ class SessionStateManager:
                 f"max_sessions={max_sessions!r} keeps no session; set {ENV_MAX_SESSIONS} to 1 or more"
             )
         self._table = Table()
+        self.cascade = Cascade(self._table, host=tier, disk=disk, max_parked=max_parked, exchange=exchange)
         self.room = Room(
             self._table,
+            self.cascade,
             max_sessions=max_sessions,
             device_budget=device_budget,
-            tier=tier,
-            disk=disk,
-            max_parked=max_parked,
             on_lost=on_lost,
-            exchange=exchange,
         )
         self.spiller = None if disk is None else Spiller(disk)
         self.declaration = declaration
@@ -92,11 +91,11 @@ class SessionStateManager:
     @property
     def declaration(self) -> Declaration | None:
         """What the model declared of one session."""
-        return self.room.declaration
+        return self.cascade.declaration
 
     @declaration.setter
     def declaration(self, declaration: Declaration | None) -> None:
-        self.room.declaration = declaration
+        self.cascade.declaration = declaration
 
     @contextmanager
     def lease(self, session_id: str | None) -> Iterator[SessionState]:
@@ -178,9 +177,9 @@ class SessionStateManager:
                 if seat is not None:
                     if not lease:
                         raise SessionParkedError(shown(key))
-                    seat.moving = True
+                    table.fetch(seat)
             if seat is not None:
-                self.room.bring_back(seat)
+                self.cascade.back(seat)
                 return seat
             self.room.make()
 
@@ -197,7 +196,7 @@ class SessionStateManager:
         Returns:
             What it holds on the device, and the pile of what it holds there as well.
         """
-        on_device, on_host = session.roles(self.room.on_host)
+        on_device, on_host = session.roles(self.cascade.on_host)
         # One role's lists may grow; lists of the other one beside them are walked as any value is.
         growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
         still.values.extend(still.lists)
@@ -273,7 +272,7 @@ class SessionStateManager:
         if seat is None:
             return False
         if not seat.leases:
-            self.room.forget(seat)
+            self.cascade.forget(seat)
             seat.session.reset()
         return True
 
@@ -283,7 +282,7 @@ class SessionStateManager:
         with self._table.lock:
             self._table.losses.record(key, reason)
         LOGGER.warning(
-            "session %s is lost (%s): the host dropped it; its rollout starts over at its next step",
+            "session %s is lost (%s): its rollout starts over at its next step",
             shown(key),
             reason.value,
         )
@@ -311,8 +310,10 @@ class SessionStateManager:
 
     def listing(self) -> tuple[Entry, ...]:
         """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
-        sessions = map(self.peek, self.keys())
-        return tuple(entry_of(session, self.declaration) for session in sessions if session is not None)
+        seats = map(self._table.seats.get, self.keys())
+        return tuple(
+            entry_of(seat.session, self.declaration, place=seat.where) for seat in seats if seat is not None
+        )
 
     def stats(self) -> dict[str, int]:
         """Counters, and bytes as of each session's last settlement.
@@ -322,11 +323,14 @@ class SessionStateManager:
             ``nbytes:<device>`` per device, over the table's sessions where they are now, each region once.
             Apart from these: ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``,
             ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by somebody),
-            ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions``, ``parks``,
-            ``restores``, one ``lost:<reason>`` for each reason, and with a disk ``spilled_nbytes``.
+            ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and of these
+            ``disk_sessions``, ``disk_nbytes`` (of their files), ``parks``, ``restores``, and one
+            ``lost:<reason>`` for each reason for which somebody was lost.
         """
-        figures = {"max_sessions": self.room.max_sessions, **self._table.figures()}
-        return figures if self.spiller is None else {**figures, "spilled_nbytes": self.spiller.nbytes}
+        figures = self._table.figures()
+        spilled = 0 if self.spiller is None else self.spiller.nbytes
+        disk = {"disk_nbytes": self.cascade.disk_nbytes, "spilled_nbytes": spilled}
+        return {"max_sessions": self.room.max_sessions, **figures, **disk}
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once, as of their last settlement."""
@@ -346,5 +350,4 @@ class SessionStateManager:
     def check(self) -> None:
         """Assert that every part is sound and that they agree. An expensive no-op."""
         self._table.check()
-        if self.room.tier is not None:
-            self.room.tier.check()
+        self.cascade.check()

@@ -45,7 +45,10 @@ class RecencyOrder:
 
     def put_back(self, key: str, place: int) -> None:
         """Undo a ``remove()``: the key stands where it stood, whatever was used meanwhile."""
+        last = next(reversed(self._keys.values()), 0)
         self._keys[key] = place
+        if place > last:
+            return  # behind all others, as most are
         self._keys = OrderedDict(sorted(self._keys.items(), key=lambda item: item[1]))
 
     def oldest(self) -> str | None:

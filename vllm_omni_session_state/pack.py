@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,14 +73,22 @@ class Packed:
     storages: list[torch.UntypedStorage]
 
 
-def pack(tree: object, *, take: Callable[[torch.UntypedStorage], bool]) -> Packed:
+def pack(
+    tree: object,
+    *,
+    take: Callable[[torch.UntypedStorage], bool] = lambda _: True,
+    first: int = 0,
+    known: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
+) -> Packed:
     """Take a tree apart; the tree itself is left as it is.
 
     Args:
         tree: Nested dicts, lists, tuples, deques and values.
         take: Whether a storage is to be taken out; tensors of others stay in the skeleton.
+        first: The index of the first storage that is taken out here, where others come before it.
+        known: Storages among those others, by index, in which tensors of this tree may lie too.
     """
-    walk = _Packing(take)
+    walk = _Packing(take, first, known)
     return Packed(walk.visit(tree, 0), walk.storages)
 
 
@@ -107,10 +116,16 @@ def slot_of(tensor: torch.Tensor, storage: int) -> TensorSlot:
 
 
 class _Packing:
-    def __init__(self, take: Callable[[torch.UntypedStorage], bool]) -> None:
+    def __init__(
+        self,
+        take: Callable[[torch.UntypedStorage], bool],
+        first: int,
+        known: Mapping[int, torch.UntypedStorage],
+    ) -> None:
         self.take = take
         self.storages: list[torch.UntypedStorage] = []
-        self._index: dict[int, int] = {}
+        self._first = first
+        self._index = {storage.data_ptr(): index for index, storage in known.items()}
         self._done: dict[int, Any] = {}
         self._held: list[object] = []  # so that no id is used twice meanwhile
 
@@ -155,7 +170,7 @@ class _Packing:
         if not storage.nbytes() or not address or not self.take(storage):
             return value
         if address not in self._index:
-            self._index[address] = len(self.storages)
+            self._index[address] = self._first + len(self.storages)
             self.storages.append(storage)
         return slot_of(value, self._index[address])
 

@@ -109,14 +109,17 @@ class SessionState:
         """Whether any object holds a staged payload: a window is in progress."""
         return any(obj.staged is not None for obj in self._objects.values())
 
-    def part(self, *, without: AbstractSet[str]) -> dict[str, dict[str, object]]:
-        """The committed content by reference, as the tree that ``put_back()`` takes; without some names."""
+    def part(self, choose: Callable[[str], bool]) -> dict[str, dict[str, object]]:
+        """Committed content by reference, as the tree that ``put_back()`` takes.
+
+        Args:
+            choose: Whether the value of a name belongs to it; of a parked session only what is still there.
+        """
+        attrs, objects = self._away or (self.attrs, self._objects)
         return {
-            "attrs": {name: value for name, value in self.attrs.items() if name not in without},
+            "attrs": {name: value for name, value in attrs.items() if choose(name)},
             "objects": {
-                name: obj.export_payload()
-                for name, obj in self._objects.items()
-                if name not in without and obj.resident
+                name: obj.export_payload() for name, obj in objects.items() if choose(name) and obj.resident
             },
         }
 
@@ -129,11 +132,11 @@ class SessionState:
 
     def let_go(self, part: dict[str, dict[str, object]]) -> None:
         """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch."""
+        attrs, objects = self._away = self._away or (self.attrs, self._objects)
         for name in part["objects"]:
-            self._objects[name]._release()  # noqa: SLF001 - not evict(): what is freed is judged for all at once
+            objects[name]._release()  # noqa: SLF001 - not evict(): what is freed is judged for all at once
         for name in part["attrs"]:
-            self.attrs[name] = None  # its place in the order stays
-        self._away = (self.attrs, self._objects)
+            attrs[name] = None  # its place in the order stays
         self.attrs = _Sealed(self.key)
         self._objects = _Sealed(self.key)
 

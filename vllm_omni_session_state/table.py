@@ -12,6 +12,7 @@ from vllm_omni_session_state.growth import Pile
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.losses import Losses, Reason
 from vllm_omni_session_state.order import RecencyOrder
+from vllm_omni_session_state.parking import Level, Parked
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.session import SessionState
 
@@ -26,7 +27,9 @@ class Table:
         order: Keys of the idle seats, oldest first.
         accounts: Charges by a session's serial number.
         losses: Who was lost.
-        parked: How many are parked.
+        parked: How many are parked,
+        on_disk: and how many of them on the disk.
+        hosted: Keys of those that are parked in host memory and not on their way, longest unused first.
     """
 
     def __init__(self) -> None:
@@ -34,9 +37,11 @@ class Table:
         self.moved = threading.Condition(self.lock)
         self.seats: dict[str, Seat] = {}
         self.order = RecencyOrder()
+        self.hosted = RecencyOrder()
         self.accounts = Accounts()
         self.losses = Losses()
-        self.hits = self.misses = self.evictions = self.parks = self.restores = self.parked = 0
+        self.hits = self.misses = self.evictions = self.parks = self.restores = 0
+        self.parked = self.on_disk = 0
 
     def arrived(self, key: str) -> Seat | None:
         """The seat of that key, once it is not on its way. Lock held; a wait gives it up meanwhile."""
@@ -66,8 +71,35 @@ class Table:
 
     def take(self, seat: Seat) -> None:
         """An idle session leaves the order: it is used, or it moves. Lock held."""
-        seat.place = self.order.remove(seat.session.key)
+        seat.place, seat.unwritable = self.order.remove(seat.session.key), False
         self.accounts.lease(seat.session.serial)
+
+    def shelve(self, seat: Seat, parked: Parked) -> None:
+        """A session has come to a tier, or has stayed where it was parked. Lock held."""
+        self.parks += seat.parked is None
+        self._count(seat.parked, -1)
+        self._count(parked, 1)
+        seat.parked = parked
+        if parked.level is Level.HOST:
+            self.hosted.put_back(seat.session.key, seat.place)
+
+    def fetch(self, seat: Seat) -> None:
+        """A parked session goes on its way to another place. Lock held."""
+        assert seat.parked is not None, "only a parked session is fetched"
+        seat.moving = True
+        if seat.parked.level is Level.HOST:
+            self.hosted.remove(seat.session.key)
+
+    def unshelve(self, seat: Seat) -> None:
+        """A session that was fetched is on the device again. Lock held."""
+        self._count(seat.parked, -1)
+        seat.parked = None
+        self.restores += 1
+
+    def _count(self, parked: Parked | None, by: int) -> None:
+        if parked is not None:
+            self.parked += by
+            self.on_disk += by * (parked.level is Level.DISK)
 
     def end_lease(self, seat: Seat, device: tuple[Region, ...], pile: Pile | None) -> bool:
         """One use has ended. Takes the lock.
@@ -119,7 +151,9 @@ class Table:
             if seat.parked is None:
                 self.order.remove(key)
             else:
-                self.parked -= 1
+                self._count(seat.parked, -1)
+                if seat.parked.level is Level.HOST:
+                    self.hosted.remove(key)
             self.accounts.close(seat.session.serial)
             return seat
 
@@ -129,6 +163,7 @@ class Table:
             return {
                 "sessions": len(self.seats),
                 "parked_sessions": self.parked,
+                "disk_sessions": self.on_disk,
                 "hits": self.hits,
                 "misses": self.misses,
                 "evictions": self.evictions,
@@ -142,10 +177,18 @@ class Table:
         """Assert that seats, order and accounts speak of the same sessions. An expensive no-op."""
         with self.lock:
             self.order.check()
-            parked = sum(seat.parked is not None for seat in self.seats.values())
-            assert self.parked == parked, f"{self.parked} sessions are said to be parked, {parked} are"
+            parked = [seat.parked.level for seat in self.seats.values() if seat.parked is not None]
+            said = self.parked, self.on_disk
+            assert said == (len(parked), parked.count(Level.DISK)), f"{said} are said to be parked, on disk"
             idle = {key for key, seat in self.seats.items() if seat.idle}
             assert set(self.order) == idle, "the order is of the idle sessions"
+            hosted = {
+                key
+                for key, seat in self.seats.items()
+                if not seat.moving and seat.parked is not None and seat.parked.level is Level.HOST
+            }
+            self.hosted.check()
+            assert set(self.hosted) == hosted, "the order of what is parked in host memory is of others"
             assert all(key == seat.session.key for key, seat in self.seats.items()), "a session is misfiled"
             for seat in self.seats.values():
                 assert seat.leases >= 0, "leases below none"

@@ -39,26 +39,64 @@ def to_slab(storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
         slab = _host_memory(slab_nbytes(sizes), pinned=on_device)
     except (RuntimeError, OSError) as error:
         raise MemoryError(f"no host memory for {slab_nbytes(sizes)} bytes: {error}") from error
-    _copy([(_bytes(storage), part) for storage, part in zip(storages, _parts(slab, sizes), strict=True)])
+    _copy([(_bytes(storage), part) for storage, part in zip(storages, parts(slab, sizes), strict=True)])
     return slab
 
 
-def from_slab(slab: torch.Tensor, sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
+def parts(slab: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Each storage's bytes in a slab, by reference: uint8, ``(size,)``."""
+    found, start = [], 0
+    for size in sizes:
+        found.append(slab[start : start + size])
+        start += _aligned(size)
+    return found
+
+
+def from_slab(
+    slab: torch.Tensor, sizes: Sequence[int], devices: Sequence[torch.device]
+) -> list[torch.UntypedStorage]:
     """Copy storages out of a slab into new ones.
 
     Args:
         slab: From ``to_slab()``; unharmed.
         sizes: Of the storages in bytes, in their order.
-        device: Where the new storages lie.
+        devices: Where each of the new storages lies.
 
     Raises:
-        MemoryError: If the device has no room for them; nothing has changed.
+        MemoryError: If a device has no room for them; nothing has changed.
     """
+    return _copied(parts(slab, sizes), devices)
+
+
+def from_host(
+    storages: Sequence[torch.UntypedStorage], devices: Sequence[torch.device]
+) -> list[torch.UntypedStorage]:
+    """Storages of host memory where they belong: one of the host is handed on as it is.
+
+    Args:
+        storages: Nobody else's.
+        devices: Where each of the returned storages lies.
+
+    Raises:
+        MemoryError: If a device has no room for them; nothing has changed.
+    """
+    away = [index for index, device in enumerate(devices) if device.type != "cpu"]
+    copied = _copied([_bytes(storages[index]) for index in away], [devices[index] for index in away])
+    there = dict(zip(away, copied, strict=True))
+    return [there.get(index, storage) for index, storage in enumerate(storages)]
+
+
+def _copied(sources: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.UntypedStorage]:
+    sizes = [len(source) for source in sources]
     try:
-        new = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        new = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size, device in zip(sizes, devices, strict=True)
+        ]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        raise MemoryError(f"no memory on {device} for {sum(sizes)} bytes: {error}") from error
-    _copy(list(zip(_parts(slab, sizes), new, strict=True)))
+        where = ", ".join(sorted({str(device) for device in devices}))
+        raise MemoryError(f"no memory on {where} for {sum(sizes)} bytes: {error}") from error
+    _copy(list(zip(sources, new, strict=True)))
     return [tensor.untyped_storage() for tensor in new]
 
 
@@ -74,14 +112,6 @@ def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _parts(slab: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(slab[start : start + size])
-        start += _aligned(size)
-    return parts
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

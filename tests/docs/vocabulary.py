@@ -37,7 +37,9 @@ HOST_FILES = (
     "plugins/__init__.py",
 )
 OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", "OMP_NUM_THREADS", *dir(dict)})
-VARIABLES = frozenset({ENV_KEY, *(f"{ENV_FLAG}_{name.upper()}" for name in config._OPTION_NAMES)})
+VARIABLES = frozenset(
+    {ENV_KEY, *(f"{ENV_FLAG}_{name.upper().replace('.', '_')}" for name in config._OPTION_NAMES)}
+)
 """Settings as variables, of which the code builds the names."""
 
 NONSENSE = frozenset({"maybe", "lots"})

@@ -1,9 +1,12 @@
 """More sessions than the device's budget holds, on the real host: each step equals its session run alone."""
 
 import logging
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from omni_tiny.inproc import TinyDreamZero
 from profiles import LONG
 
@@ -12,8 +15,10 @@ from vllm_omni_session_state.errors import (
     SessionParkedError,
     SessionRestoreFailedError,
     SessionStateLostError,
+    TierFaultError,
 )
 from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
 pytestmark = pytest.mark.host
@@ -58,14 +63,31 @@ def one_session_nbytes(model):
     return nbytes
 
 
-def interleaved(model):
+def interleaved(model, look=lambda: None):
     rng = np.random.default_rng(0)
     outputs = {}
     for round_ in range(ROUNDS):
         for session in rng.permutation(SESSIONS):
             outputs[session, round_] = step(model, session, round_)
             model.pipeline._memory_manager.check()
+            look()
     return outputs
+
+
+def sent_again_where_refused(model):
+    """Five sessions, four rounds; a step whose restore failed is sent again, as a client does."""
+    outputs, refused = {}, 0
+    for round_ in range(4):
+        for session in SESSIONS[:5]:
+            for _ in range(2):
+                try:
+                    outputs[session, round_] = step(model, session, round_)
+                    break
+                except SessionRestoreFailedError:
+                    refused += 1
+            model.pipeline._memory_manager.check()
+    assert len(outputs) == 20
+    return outputs, refused
 
 
 def differing(alone, outputs):
@@ -75,7 +97,7 @@ def differing(alone, outputs):
 def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, model):
     manager = model.pipeline._memory_manager
     budget = 2 * one_session_nbytes(model) + 1000
-    manager.room.device_budget, manager.room.tier = budget, HostTier(budget=1 << 30)
+    manager.room.device_budget, manager.cascade.host = budget, HostTier(budget=1 << 30)
     outputs = interleaved(model)
     assert len(outputs) == 12 * ROUNDS
     assert differing(alone, outputs) == []
@@ -86,13 +108,76 @@ def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, 
     assert not [name for name in stats if name.startswith("lost:")]
     for session in SESSIONS:
         model.close(session)
-    assert manager.room.tier.nbytes == 0
+    assert manager.cascade.host.nbytes == 0
     assert manager.stats()["total_nbytes"] == 0
+
+
+def test_twelve_sessions_two_on_the_device_four_in_host_memory_and_the_rest_on_the_disk(
+    alone, model, tmp_path
+):
+    manager = model.pipeline._memory_manager
+    nbytes = one_session_nbytes(model)
+    disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
+    manager.cascade.host, manager.room.device_budget = HostTier(budget=5 * nbytes), 2 * nbytes + 1000
+    places = []
+
+    def look():
+        places.append(Counter(entry.place for entry in manager.listing()))
+
+    outputs = interleaved(model, look)
+    assert len(outputs) == 12 * ROUNDS
+    assert differing(alone, outputs) == []
+    full = [there for there in places if sum(there.values()) == 12]
+    assert min(there["disk"] for there in full) >= 5
+    assert min(there["host"] for there in full) >= 3
+    assert not [name for name in manager.stats() if name.startswith("lost:")]
+    for session in SESSIONS:
+        model.close(session)
+    assert (
+        manager.stats()["total_nbytes"] == manager.stats()["disk_nbytes"] == manager.cascade.host.nbytes == 0
+    )
+    assert list(Path(disk.folder).iterdir()) == []
+    disk.close()
+
+
+@pytest.mark.parametrize("where", ["put", "get"])
+def test_a_disk_that_fails_every_other_time_costs_no_bit(alone, model, monkeypatch, tmp_path, where):
+    manager = model.pipeline._memory_manager
+    disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
+    manager.room.device_budget = 500_000
+    call, asked = getattr(DiskTier, where), []
+
+    def fails_every_other_time(self, *args, **kwargs):
+        asked.append(1)
+        if len(asked) % 2:
+            raise TierFaultError("do it", file="/disk", why="as asked", remedy="none")
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(DiskTier, where, fails_every_other_time)
+    outputs, refused = sent_again_where_refused(model)
+    assert differing(alone, outputs) == []
+    assert len(asked) > 10
+    assert (refused > 5) is (where == "get")
+    disk.close()
+
+
+def test_decode_of_a_session_on_the_disk_is_exact_and_its_latents_cost_no_memory_there(model, tmp_path):
+    manager = model.pipeline._memory_manager
+    disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
+    for round_ in range(3):
+        step(model, SESSIONS[0], round_)
+    decoded = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])
+    assert manager.park(SESSIONS[0])
+    assert manager.stats()["total_nbytes"] == 0
+    again = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])
+    assert torch.equal(decoded, again)
+    manager.drop_all()
+    disk.close()
 
 
 def test_a_cap_of_two_parks_instead_of_dropping_where_there_is_a_tier(alone, model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.room.tier = 2, HostTier(budget=1 << 30)
+    manager.room.max_sessions, manager.cascade.host = 2, HostTier(budget=1 << 30)
     outputs = interleaved(model)
     assert differing(alone, outputs) == []
     assert manager.stats()["evictions"] == 0
@@ -116,7 +201,7 @@ def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatc
     """Every call of the tier fails once: a step whose restore failed is sent again and is exact."""
     forget_said()
     manager = model.pipeline._memory_manager
-    manager.room.device_budget, manager.room.tier = 500_000, HostTier(budget=1 << 30)
+    manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=1 << 30)
     call, broken = getattr(HostTier, where), []
 
     def fails_every_other_time(self, *args, **kwargs):
@@ -126,18 +211,8 @@ def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatc
         return call(self, *args, **kwargs)
 
     monkeypatch.setattr(HostTier, where, fails_every_other_time)
-    outputs, refused = {}, 0
-    for round_ in range(4):
-        for session in SESSIONS[:5]:
-            for _ in range(2):
-                try:
-                    outputs[session, round_] = step(model, session, round_)
-                    break
-                except SessionRestoreFailedError:  # what a client does: it sends the step again
-                    refused += 1
-            manager.check()
+    outputs, refused = sent_again_where_refused(model)
     assert differing(alone, outputs) == []
-    assert len(outputs) == 20
     assert any(broken)
     assert (refused > 5) is (where == "get")
 
@@ -172,7 +247,7 @@ def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_say
             asked.append(1)
             raise OSError(5, "Input/output error")
 
-    manager.room.tier, manager.room.max_sessions = Broken(budget=1 << 30), 3
+    manager.cascade.host, manager.room.max_sessions = Broken(budget=1 << 30), 3
     outputs = {}
     for session in SESSIONS[:5]:
         asked.clear()
@@ -189,7 +264,7 @@ def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_say
 def test_with_every_park_failing_nothing_is_lost_and_the_overrun_is_said_once(alone, model, caplog):
     forget_said()
     manager = model.pipeline._memory_manager
-    manager.room.device_budget, manager.room.tier = 500_000, HostTier(budget=0)
+    manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=0)
     manager.room.on_lost = "error"
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         outputs = {(SESSIONS[0], round_): step(model, SESSIONS[0], round_) for round_ in range(3)}
@@ -217,7 +292,7 @@ def test_a_session_that_the_runner_evicts_is_counted_and_with_error_it_does_not_
 
 def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+    manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
     step(model, SESSIONS[0], 0)
     view = model.pipeline.state
     step(model, SESSIONS[1], 0)
@@ -231,7 +306,7 @@ def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
 
 def test_decode_brings_a_parked_session_back_and_is_exact(alone, model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+    manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
     for round_ in range(3):
         step(model, SESSIONS[0], round_)
     decoded = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])

@@ -33,7 +33,7 @@ class Run:
         with TinyDreamZero(checkpoint, flag=True, capacity=len(SESSIONS)) as model:
             manager = model.pipeline._memory_manager
             if parking:
-                manager.room.max_sessions, manager.room.tier = 1, HostTier(budget=1 << 30)
+                manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
             backend = CountingBackend()
             transformer = model.pipeline.transformer
             for layer in (*transformer.blocks, transformer.img_emb, transformer.text_embedding):

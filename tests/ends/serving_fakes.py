@@ -48,7 +48,7 @@ class Engine:
             self.sessions.difference_update(args)
         elif method == "session_state_holds":
             (found,) = found
-        rank = {"ok": True, "found": found}
+        rank = {"ok": True, "found": found, "gone": [True] * len(args)}
         answer = {"agree": True, "ranks": [{"rank": number, **rank} for number in range(self.ranks)]}
         return [[answer]] * self.replicas
 
@@ -61,6 +61,11 @@ class Engine:
     def parked(self):
         """Every id that was to be parked, in order."""
         return [key for method, args in self.calls if method == "session_state_park" for key in args]
+
+    @property
+    def expired(self):
+        """Every id that was to end if it is parked, in order."""
+        return [key for method, args in self.calls if method == "session_state_expire" for key in args]
 
 
 class Socket:

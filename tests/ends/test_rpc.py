@@ -103,11 +103,12 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
     alone = steps("a")
     model.close("a")
     room = model.pipeline._memory_manager.room
+    cascade = room.cascade
     step(model, "b")
     answer = worker.session_state_park("b")
     assert not answer["agree"]
     assert "stays on the device: there is nowhere to park it; set host_budget" in answer["ranks"][0]["error"]
-    room.tier = HostTier(budget=1 << 30)
+    cascade.host = HostTier(budget=1 << 30)
     try:
         outputs = []
         for n in range(4):
@@ -119,9 +120,29 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
             assert listed == {hashed("a"): "host", hashed("b"): "device"}
         assert all(mine.equals(other) for mine, other in zip(outputs, alone, strict=True))
         worker.session_state_close("a", "b")
-        assert room.tier.nbytes == 0
+        assert cascade.host.nbytes == 0
     finally:
-        room.tier = None
+        cascade.host = None
+
+
+def test_only_what_is_parked_expires_with_its_kv_and_is_counted_as_lost(model, worker):
+    from vllm_omni_session_state.tiers.host import HostTier
+
+    manager = model.pipeline._memory_manager
+    manager.cascade.host = HostTier(budget=1 << 30)
+    try:
+        before = manager.stats().get("lost:expired", 0)
+        step(model, "a", "b")
+        worker.session_state_park("a")
+        assert only(worker.session_state_expire("a", "b", "nobody"))["gone"] == [True, False, True]
+        assert "a" not in manager
+        assert "b" in manager
+        assert "a" not in model.runner._sessions
+        assert manager.stats()["lost:expired"] == before + 1
+        assert manager.cascade.host.nbytes == 0
+        worker.session_state_close("b")
+    finally:
+        manager.cascade.host = None
 
 
 def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):

@@ -308,6 +308,28 @@ def test_idle_sessions_are_parked_by_the_servers_clock_in_one_call():
     served(scenario, options={"idle_park_s": 0.05, "host_budget": "1GiB"})
 
 
+@pytest.mark.parametrize(
+    ("options", "expires"),
+    [
+        ({"expire_s": 0.05, "host_budget": "1GiB"}, True),
+        ({"expire_s": 0.05, "disk": {"path": "/tmp/x", "budget": "1GiB"}}, True),
+        ({"expire_s": 0.05}, False),
+        ({"expire_s": 0, "host_budget": "1GiB"}, False),
+        ({"host_budget": "1GiB"}, False),
+    ],
+)
+def test_parked_sessions_expire_by_the_servers_clock_where_there_is_a_tier(options, expires):
+    async def scenario(objects):
+        robots = [asyncio.create_task(objects.connect(Socket(obs(key), silent=True))) for key in "rst"]
+        await asyncio.sleep(0.2)
+        assert sorted(objects.engine.expired) == (["r", "s", "t"] if expires else [])
+        for robot in robots:
+            robot.cancel()
+        await asyncio.wait(robots)
+
+    served(scenario, options=options)
+
+
 def test_idle_park_s_without_a_host_budget_is_said_and_ignored(caplog):
     forget_said()
 
@@ -320,7 +342,10 @@ def test_idle_park_s_without_a_host_budget_is_said_and_ignored(caplog):
 
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         served(scenario, options={"idle_park_s": 0.02})
-    assert "idle_park_s=0.02 alone has nowhere to park a session; set host_budget too" in caplog.text
+    assert (
+        "idle_park_s=0.02 alone has nowhere to park a session; set host_budget or disk.path too"
+        in caplog.text
+    )
 
 
 def test_a_kept_session_ends_when_its_time_is_over():

@@ -46,7 +46,7 @@ def test_a_parked_session_frees_the_device_and_comes_back_bit_for_bit(manager):
         pass
     assert manager.peek("a").parked
     assert torch.cuda.memory_allocated() == before
-    assert manager.room.tier.nbytes >= held - 512
+    assert manager.cascade.host.nbytes >= held - 512
     with manager.lease("a") as session:
         assert all(map(torch.equal, copy_of(session), expected))
         assert session.attrs["base"].is_inference()
@@ -59,7 +59,7 @@ def test_a_slab_is_pinned_and_counted_as_pinned(manager):
         fill(session, 2)
     manager.park("a")
     assert manager._table.seats["a"].parked.parcel.slab.is_pinned()
-    assert manager.stats()[f"nbytes:{PINNED}"] == manager.room.tier.nbytes
+    assert manager.stats()[f"nbytes:{PINNED}"] == manager.cascade.host.nbytes
 
 
 @pytest.mark.parametrize("times", [20])

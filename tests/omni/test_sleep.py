@@ -56,7 +56,7 @@ def allocator(model, monkeypatch):
         lambda: SimpleNamespace(get_instance=lambda: allocator),
     )
     yield allocator
-    model.pipeline._memory_manager.room.tier = None
+    model.pipeline._memory_manager.cascade.host = None
     for session in ("a", "b"):
         model.close(session)
 
@@ -74,7 +74,7 @@ def test_sessions_are_parked_when_the_allocator_sleeps_and_go_on_to_the_bit(mode
     awake = steps(model, range(4))
     for session in "ab":
         model.close(session)
-    manager.room.tier = HostTier(budget=1 << 30)
+    manager.cascade.host = HostTier(budget=1 << 30)
     slept = steps(model, range(2))
     model.worker.sleep(level=1)
     assert allocator.parked == 2
@@ -85,7 +85,7 @@ def test_sessions_are_parked_when_the_allocator_sleeps_and_go_on_to_the_bit(mode
 
 def test_a_session_in_use_stays_and_the_worker_sleeps_all_the_same(model, allocator):
     manager = model.pipeline._memory_manager
-    manager.room.tier = HostTier(budget=1 << 30)
+    manager.cascade.host = HostTier(budget=1 << 30)
     steps(model, range(1))
     with manager.lease("a"):
         model.worker.sleep()
@@ -102,7 +102,7 @@ def test_without_a_tier_that_is_said_once(model, allocator, caplog):
 
 
 def test_what_cannot_be_parked_is_said_with_the_reason(model, allocator, caplog):
-    model.pipeline._memory_manager.room.tier = HostTier(budget=0)
+    model.pipeline._memory_manager.cascade.host = HostTier(budget=0)
     steps(model, range(1))
     model.worker.sleep()
     assert "2 sessions stay on the device" in caplog.text

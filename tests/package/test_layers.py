@@ -13,7 +13,7 @@ ROWS = (
     ("__init__", "testing", "cli", "plugin"),
     ("omni",),
     ("adapters",),
-    ("table", "room", "manager"),
+    ("table", "cascade", "room", "manager"),
     ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "spill", "parking", "lease"),
     ("contract", "segments", "objects", "session", "listing"),
     (

@@ -177,6 +177,7 @@ class AccountsMachine(RuleBasedStateMachine):
                 "staged_nbytes": 0,
                 "detached_sessions": 0,
                 "detached_nbytes": 0,
+                "disk_nbytes": 0,
             }
 
 

@@ -65,7 +65,7 @@ def moved(storages):
     """The same bytes in other storages, by way of a slab; the old ones are overwritten."""
     slab = transfer.to_slab(storages)
     sizes = [storage.nbytes() for storage in storages]
-    new = transfer.from_slab(slab, sizes, torch.device("cpu"))
+    new = transfer.from_slab(slab, sizes, [torch.device("cpu")] * len(sizes))
     for storage in storages:
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xEE)
     return new

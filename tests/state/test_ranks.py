@@ -5,6 +5,8 @@ The ranks are two managers in two threads with a barrier between them; a real gr
 """
 
 import logging
+import os
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,10 +20,13 @@ from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.errors import NoRoomError, SessionRestoreFailedError, SessionStateLostError
 from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
 DECLARED = 1200  # above what a slab of any session here takes
 KEYS = st.sampled_from(["a", "b", "c", "d"])
+COUNTS = ("sessions", "parked_sessions", "disk_sessions", "parks", "restores")
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 20  # nobody waits that long but for a rank that never comes
 
 
@@ -33,19 +38,27 @@ class Rank:
         self.fails_at, self.calls = set(), 0
         rank = self
 
-        class Tier(HostTier):
-            def put(self, storages, *, live_nbytes):
+        class Faulty:
+            def put(self, *args, **kwargs):
                 rank.maybe_fail()
-                return super().put(storages, live_nbytes=live_nbytes)
+                return super().put(*args, **kwargs)
 
-            def get(self, parcel):
+            def get(self, held):
                 rank.maybe_fail()
-                return super().get(parcel)
+                return super().get(held)
 
-        host = bounds.pop("host")
+        class Host(Faulty, HostTier):
+            pass
+
+        class Disk(Faulty, DiskTier):
+            pass
+
+        host, disk = bounds.pop("host"), bounds.pop("disk", None)
+        self.folder = None if disk is None else tempfile.TemporaryDirectory(dir=MEMORY)
         self.manager = SessionStateManager(
             declaration=Declaration(device_nbytes=DECLARED, host_fields=frozenset()),
-            tier=None if host is None else Tier(budget=host * DECLARED),
+            tier=None if host is None else Host(budget=host * DECLARED),
+            disk=None if disk is None else Disk(self.folder.name, budget=disk * DECLARED),
             exchange=self.exchange,
             **bounds,
         )
@@ -90,10 +103,21 @@ class Rank:
             outcome = self.use(key)
         self.manager.check()
         stats = self.manager.stats()
-        counts = {name: stats.get(name) for name in ("sessions", "parked_sessions", "parks", "restores")}
+        counts = {name: stats.get(name) for name in COUNTS}
         losses = {name: count for name, count in stats.items() if name.startswith("lost:")}
         there = self.manager.keys()
-        return outcome, counts, losses, [key for key in there if self.manager.peek(key).parked], there
+        places = [entry.place for entry in self.manager.listing()]
+        return outcome, counts, losses, [key for key in there if self.manager.peek(key).parked], there, places
+
+    def end(self):
+        self.manager.drop_all()
+        self.manager.check()
+        assert self.manager.stats()["total_nbytes"] == self.manager.stats()["disk_nbytes"] == 0
+        cascade = self.manager.cascade
+        assert cascade.host is None or cascade.host.nbytes == 0
+        if cascade.disk is not None:
+            cascade.disk.close()
+            self.folder.cleanup()
 
 
 class Meeting:
@@ -118,13 +142,14 @@ def together(ranks, pool, action, key):
     cap=st.integers(1, 4),
     budget=st.none() | st.integers(0, 3 * DECLARED),
     host=st.none() | st.integers(0, 3),
+    disk=st.none() | st.integers(0, 3),
     strict=st.booleans(),
     faults=st.tuples(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20))),
     steps=st.lists(st.tuples(st.sampled_from(["use"] * 5 + ["drop", "park"]), KEYS), max_size=30),
 )
 @sized(2000)
 def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
-    cap, budget, host, strict, faults, steps
+    cap, budget, host, disk, strict, faults, steps
 ):
     meeting = Meeting()
     ranks = [
@@ -134,6 +159,7 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
             max_sessions=cap,
             device_budget=budget,
             host=host,
+            disk=disk,
             on_lost="error" if strict else "warn",
         )
         for number in range(2)
@@ -144,12 +170,11 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
         for action, key in steps:
             first, second = together(ranks, pool, action, key)
             assert first == second
-            assert first[1]["parked_sessions"] * DECLARED <= (host or 0) * DECLARED
+            on_disk = first[1]["disk_sessions"]
+            assert on_disk <= (disk or 0)
+            assert first[1]["parked_sessions"] - on_disk <= (host or 0)
     for rank in ranks:
-        rank.manager.drop_all()
-        rank.manager.check()
-        assert rank.manager.stats()["total_nbytes"] == 0
-        assert rank.manager.room.tier is None or rank.manager.room.tier.nbytes == 0
+        rank.end()
 
 
 def test_a_session_counts_as_declared_however_little_a_rank_holds_of_it():
@@ -202,9 +227,41 @@ def test_a_rank_that_cannot_park_keeps_its_bytes_says_so_and_gives_the_same_ones
         assert first == second
         assert first[3] == ["a"]
         assert ranks[1].manager.stats()["nbytes:cpu"] > 0
-        assert [record for record in caplog.records if "stays on the device of this rank" in record.message]
+        assert [
+            record for record in caplog.records if "of a parked session stays where it is" in record.message
+        ]
         assert together(ranks, pool, "use", "a")[1][0] == "goes on"
         assert ranks[1].manager.peek("a").attrs["x"].data_ptr() == where, "it never moved"
+
+
+def test_sessions_go_on_to_the_disk_on_both_ranks_and_one_that_cannot_write_keeps_its_bytes(caplog):
+    meeting = Meeting()
+    bounds = {"max_sessions": 1, "device_budget": None, "host": 1, "disk": 3, "on_lost": "warn"}
+    ranks = [Rank(number, meeting, **bounds) for number in range(2)]
+    caplog.set_level(logging.WARNING, logger="vllm_omni.session_state")
+    with ThreadPoolExecutor(2) as pool:
+        for key in "abc":
+            first, second = together(ranks, pool, "use", key)
+        assert first == second
+        assert first[5] == ["disk", "host", "device"]
+        assert [rank.manager.stats()["disk_nbytes"] > 0 for rank in ranks] == [True, True]
+        ranks[1].fails_at = {ranks[1].calls + 1}  # when one goes on from host memory
+        first, second = together(ranks, pool, "use", "d")
+        assert first == second
+        assert first[5] == ["disk", "disk", "host", "device"]
+        assert "what this rank has of a parked session stays where it is" in caplog.text
+        files = [len(os.listdir(rank.manager.cascade.disk.folder)) for rank in ranks]  # noqa: PTH208
+        assert files == [2, 1]
+        for key in "abcd":
+            first, second = together(ranks, pool, "use", key)
+            assert first[0] == second[0] == "goes on"
+        first, second = together(ranks, pool, "use", "e")
+        assert first == second
+        first, second = together(ranks, pool, "use", "f")
+        assert first == second
+        assert first[0].startswith("NoRoomError: no room for a new session: the disk tier has 0 bytes left")
+    for rank in ranks:
+        rank.end()
 
 
 def test_a_rank_that_is_gone_leaves_the_session_parked_on_the_others():

@@ -1,6 +1,9 @@
 """Leases, parks, restores, drops, resets, budgets and faults against a plain model after every step."""
 
 import logging
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,33 +18,55 @@ from vllm_omni_session_state.errors import (
     SessionParkedError,
     SessionRestoreFailedError,
     SessionStateLostError,
+    TierFaultError,
 )
+from vllm_omni_session_state.parking import Level, Parked
 from vllm_omni_session_state.release import Watch
 from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = st.sampled_from(["a", "b", "c", "d", "e"])
 SIZE = 100
 SLAB = 512  # what one storage of that size is charged in a slab
 
 
-class FaultyTier(HostTier):
+FILE = 4096  # above what one session's file takes
+
+
+class Faulty:
     """A tier of which the next calls fail."""
 
     failing = 0
+    fault = staticmethod(lambda: MemoryError("as asked"))  # a new one each time: one holds its frames
 
-    def put(self, storages, *, live_nbytes):
+    def put(self, *args, **kwargs):
         self._fail()
-        return super().put(storages, live_nbytes=live_nbytes)
+        return super().put(*args, **kwargs)
 
-    def get(self, parcel):
+    def get(self, held):
         self._fail()
-        return super().get(parcel)
+        return super().get(held)
 
     def _fail(self):
         if self.failing > 0:
             self.failing -= 1
-            raise MemoryError("as asked")
+            raise self.fault()
+
+
+class FaultyHost(Faulty, HostTier):
+    """Host memory that fails."""
+
+
+class FaultyDisk(Faulty, DiskTier):
+    """A disk that fails, also when it should remove."""
+
+    fault = staticmethod(lambda: TierFaultError("do it", file="/disk", why="as asked", remedy="none"))
+
+    def drop(self, held):
+        self._fail()
+        return super().drop(held)
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +82,19 @@ class RoomMachine(RuleBasedStateMachine):
         cap=st.integers(1, 3),
         budget=st.none() | st.integers(0, 3),
         host=st.none() | st.integers(0, 4),
+        disk=st.none() | st.integers(0, 3),
         strict=st.booleans(),
     )
-    def start(self, cap, budget, host, strict):
-        self.tier = None if host is None else FaultyTier(budget=host * SLAB)
+    def start(self, cap, budget, host, disk, strict):
+        self.host = None if host is None else FaultyHost(budget=host * SLAB)
+        self.folder = None if disk is None else tempfile.mkdtemp(dir=MEMORY)
+        self.disk = None if disk is None else FaultyDisk(self.folder, budget=disk * FILE)
+        self.tiers = [tier for tier in (self.host, self.disk) if tier is not None]
         self.manager = SessionStateManager(
             max_sessions=cap,
             device_budget=None if budget is None else budget * SIZE,
-            tier=self.tier,
+            tier=self.host,
+            disk=self.disk,
             on_lost="error" if strict else "warn",
             declaration=Declaration(device_nbytes=10 * SIZE, host_fields=frozenset({"frames"})),
         )
@@ -118,7 +148,7 @@ class RoomMachine(RuleBasedStateMachine):
         lease = self.begin(key)
         if lease is None:
             return
-        healthy = self.tier is not None and not self.tier.failing
+        healthy = self.tiers and not any(tier.failing for tier in self.tiers)
         if fails:
             assert lease.__exit__(ValueError, ValueError("the forward"), None) is False, "the error goes on"
         else:
@@ -129,8 +159,14 @@ class RoomMachine(RuleBasedStateMachine):
     def fits_or_nobody_can_go(self):
         room, accounts = self.manager.room, self.manager._table.accounts
         within = room.device_budget is None or accounts.idle_nbytes() <= room.device_budget
-        live = sum(8 for key in self.contents if key in self.manager)  # its frames, parked or not
-        assert within or self.tier.budget - self.tier.nbytes - live < SLAB, "a session could have gone"
+        places = [entry.place for entry in self.manager.listing()]
+        live = 8 * (len(places) - places.count("disk"))  # their frames
+        full = self.disk is None or self.disk.room < FILE
+        if self.host is not None:
+            room_left = self.host.budget - self.host.nbytes - live
+            full = full and room_left < SLAB
+            assert room_left >= 0 or self.disk is None or self.disk.room < FILE or "host" not in places
+        assert within or full, "a session could have gone"
 
     @rule(key=KEYS)
     def park(self, key):
@@ -160,7 +196,7 @@ class RoomMachine(RuleBasedStateMachine):
         if isinstance(refusal, SessionRestoreFailedError):
             assert self.manager.peek(key).parked, "it is where it was"
         else:
-            assert strict
+            assert strict or (self.disk is not None and isinstance(refusal, NoRoomError))
         if isinstance(refusal, NoRoomError):
             assert key not in self.manager, "only a new session is refused"
 
@@ -197,12 +233,12 @@ class RoomMachine(RuleBasedStateMachine):
             if watch is not None:
                 assert watch.alive() == (), "its memory is free"
 
-    @precondition(lambda self: self.tier is not None)
-    @rule(failing=st.integers(0, 3))
-    def break_the_tier(self, failing):
-        self.tier.failing = failing
+    @precondition(lambda self: self.tiers)
+    @rule(data=st.data(), failing=st.integers(0, 3))
+    def break_a_tier(self, data, failing):
+        data.draw(st.sampled_from(self.tiers)).failing = failing
 
-    @precondition(lambda self: self.tier is not None)
+    @precondition(lambda self: self.tiers)
     @rule(budget=st.none() | st.integers(0, 4))
     def change_the_budget(self, budget):
         self.manager.room.device_budget = None if budget is None else budget * SIZE
@@ -231,9 +267,13 @@ class RoomMachine(RuleBasedStateMachine):
         # Sessions in use are never asked for their place, so these may have come beside the cap's.
         self.most_held = max(self.most_held, len(held))
         on_device = stats["sessions"] - stats["parked_sessions"]
-        assert on_device <= manager.room.max_sessions + self.most_held or self.tier is not None
-        if self.tier is not None:
-            assert self.tier.nbytes == SLAB * stats["parked_sessions"] <= self.tier.budget
+        assert on_device <= manager.room.max_sessions + self.most_held or self.tiers
+        assert stats["parked_sessions"] == 0 or self.tiers
+        if self.host is not None:
+            in_host = stats["parked_sessions"] - stats["disk_sessions"]
+            assert self.host.nbytes == SLAB * in_host <= self.host.budget
+        if self.disk is not None:
+            assert stats["disk_nbytes"] <= self.disk.budget
 
     def teardown(self):
         """Every lease ended and everything dropped: nothing is left anywhere."""
@@ -246,7 +286,15 @@ class RoomMachine(RuleBasedStateMachine):
         self.manager.check()
         stats = self.manager.stats()
         assert stats["sessions"] == stats["total_nbytes"] == stats["detached_nbytes"] == 0
-        assert self.tier is None or self.tier.nbytes == 0
+        assert self.host is None or self.host.nbytes == 0
+        if self.disk is not None:
+            self.disk.failing = 0
+            self.manager.cascade._discard(
+                Parked(Level.DISK, None, None, {})
+            )  # what could not be removed before
+            assert self.disk.nbytes == 0
+            self.disk.close()
+            Path(self.folder).rmdir()
 
 
 TestRoomMachine = RoomMachine.TestCase

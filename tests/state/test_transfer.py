@@ -40,7 +40,7 @@ def test_a_large_slab_holds_every_bit_with_huge_pages_and_without(monkeypatch, k
     slab = transfer.to_slab(originals)
     assert slab.nbytes == transfer.slab_nbytes(SIZES) > sum(SIZES)
     assert slab.untyped_storage().nbytes() == slab.nbytes, "it is charged for what it takes"
-    back = transfer.from_slab(slab, SIZES, torch.device("cpu"))
+    back = transfer.from_slab(slab, SIZES, [torch.device("cpu")] * len(SIZES))
     assert all(torch.equal(content(a), content(b)) for a, b in zip(back, originals, strict=True))
     assert not {storage.data_ptr() for storage in back} & {storage.data_ptr() for storage in originals}
 

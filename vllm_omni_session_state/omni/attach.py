@@ -92,7 +92,7 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
     exchange = ranks.exchange()
     bounds = budgets.bounds_of(settings, several_ranks=exchange is not None)
-    disk = budgets.disk_tier(bounds, exchange)
+    disk = budgets.disk_tier(bounds, exchange, keep=settings.keep_on_exit)
     manager = SessionStateManager(
         max_sessions=settings.max_sessions,
         device_budget=bounds.device,
@@ -108,6 +108,8 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
         rpc.install()
     except BaseException:
         patches.undo()
+        if disk is not None:
+            disk.close()
         raise
     show_in_the_clear(settings.show_ids)
     _loads.append(_Load(od_config, weakref.ref(manager)))
@@ -122,6 +124,7 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
 def _end_earlier_loads(od_config: object) -> None:
     """Drop what an earlier load from the same configuration holds: its pipeline will not serve again."""
     from vllm_omni_session_state.manager import SessionStateManager  # noqa: PLC0415
+    from vllm_omni_session_state.omni.sleep import leave_process  # noqa: PLC0415
 
     for load in list(_loads):
         manager = load.manager()
@@ -130,6 +133,7 @@ def _end_earlier_loads(od_config: object) -> None:
         _loads.remove(load)
         if isinstance(manager, SessionStateManager):
             dropped = manager.drop_all()
+            leave_process(manager)
             LOGGER.warning("the model was loaded again: %d sessions of the earlier load are dropped", dropped)
 
 

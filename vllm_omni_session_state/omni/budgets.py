@@ -14,7 +14,7 @@ from vllm_omni_session_state.errors import TierFaultError
 from vllm_omni_session_state.events import say_once
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.room import Exchange
+    from vllm_omni_session_state.cascade import Exchange
     from vllm_omni_session_state.tiers.disk import DiskTier
 
 
@@ -77,15 +77,23 @@ def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
     )
 
 
-def disk_tier(bounds: Bounds, exchange: Exchange | None) -> DiskTier | None:
-    """The disk tier, on all ranks or on none; why it is not there is said once at WARNING."""
+def disk_tier(bounds: Bounds, exchange: Exchange | None, *, keep: bool) -> DiskTier | None:
+    """The disk tier, on all ranks or on none; why it is not there is said once at WARNING.
+
+    Args:
+        bounds: Where and how large.
+        exchange: How the ranks tell each other.
+        keep: Whether what is parked there stays when the worker is shut down.
+    """
     from vllm_omni_session_state.tiers.disk import DiskTier  # noqa: PLC0415 - as above
 
     if bounds.disk is None:
+        if keep:
+            _ignored("keep_on_exit", "keep_on_exit alone keeps nothing; set disk.path and disk.budget too")
         return None
     tier, failed = None, None
     try:
-        tier = DiskTier(bounds.folder, budget=bounds.disk)
+        tier = DiskTier(bounds.folder, budget=bounds.disk, keep=keep)
     except Exception as error:  # noqa: BLE001 - the other ranks wait; serving goes on without it
         failed = f"{type(error).__name__}: {error}"
     told = [failed] if exchange is None else exchange(failed)

@@ -33,6 +33,7 @@ class _Live:
         quiet: Set while there is none.
         expiry: Ends it, while it is kept.
         parking: Parks it, while no step is under way.
+        aging: Asks whether it is parked and ends it then, while no step is under way.
     """
 
     owners: set[object] = field(default_factory=set)
@@ -41,10 +42,11 @@ class _Live:
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
     parking: asyncio.TimerHandle | None = None
+    aging: asyncio.TimerHandle | None = None
 
     def cease(self) -> None:
         """No timer acts on it any more."""
-        for timer in (self.expiry, self.parking):
+        for timer in (self.expiry, self.parking, self.aging):
             if timer is not None:
                 timer.cancel()
 
@@ -65,6 +67,9 @@ class Ends:
         resume_s: Seconds for which a named session is kept when its last owner has left; 0 ends it.
         park: Parks a session in the workers. An exception is said and changes nothing here.
         idle_park_s: Seconds after its last step when a session is parked; 0 parks none.
+        expire: Ends a session in the workers if it is parked there; whether it is gone. An exception is said
+            and changes nothing here.
+        expire_s: Seconds after its last step when a parked session ends; 0 ends none.
     """
 
     def __init__(
@@ -75,12 +80,16 @@ class Ends:
         resume_s: float = 0.0,
         park: Callable[[str], Awaitable[None]] | None = None,
         idle_park_s: float = 0.0,
+        expire: Callable[[str], Awaitable[bool]] | None = None,
+        expire_s: float = 0.0,
     ) -> None:
         self._close = close
         self._holds = holds
         self._resume_s = resume_s
         self._park = park
         self._idle_park_s = idle_park_s
+        self._expire = expire
+        self._expire_s = expire_s
         self._parks: set[asyncio.Task[None]] = set()
         self._live: dict[str, _Live] = {}
         self._arriving: dict[str, asyncio.Task[None]] = {}
@@ -108,17 +117,17 @@ class Ends:
         live.named = live.named or named
         live.running += 1
         live.quiet.clear()
-        if live.parking is not None:
-            live.parking.cancel()
+        for timer in (live.parking, live.aging):
+            if timer is not None:
+                timer.cancel()
         try:
             yield
         finally:
             live.running -= 1
             if not live.running:
                 live.quiet.set()
-                if self._park is not None and self._idle_park_s and self._live.get(key) is live:
-                    loop = asyncio.get_running_loop()
-                    live.parking = loop.call_later(self._idle_park_s, self._park_idle, key, self._park)
+                if self._live.get(key) is live:
+                    self._watch(key, live)
 
     async def resume(self, key: str, owner: object) -> bool:
         """Whether ``owner`` goes on with a session that a robot named before, instead of starting it anew.
@@ -188,6 +197,34 @@ class Ends:
                 type(error).__name__,
                 error,
             )
+
+    def _watch(self, key: str, live: _Live) -> None:
+        """No step is under way: from now on the session grows old."""
+        loop = asyncio.get_running_loop()
+        if self._park is not None and self._idle_park_s:
+            live.parking = loop.call_later(self._idle_park_s, self._park_idle, key, self._park)
+        if self._expire is not None and self._expire_s:
+            live.aging = loop.call_later(self._expire_s, self._end_old, key, live, self._expire)
+
+    def _end_old(self, key: str, live: _Live, expire: Callable[[str], Awaitable[bool]]) -> None:
+        async def ask() -> None:
+            gone = False
+            try:
+                gone = await expire(key)
+            except Exception as error:  # noqa: BLE001 - the session is where it was, and goes on
+                LOGGER.warning("session %s did not expire: %s: %s", shown(key), type(error).__name__, error)
+            if self._live.get(key) is not live:
+                return  # it has ended meanwhile
+            if gone:
+                del self._live[key]
+                live.cease()
+            else:
+                loop = asyncio.get_running_loop()
+                live.aging = loop.call_later(self._expire_s, self._end_old, key, live, expire)
+
+        # As an end: a step that comes meanwhile waits until it is known whether it goes on or starts over.
+        task = self._arriving[key] = asyncio.get_running_loop().create_task(ask())
+        task.add_done_callback(lambda done: self._arrived(key, done))
 
     def _park_idle(self, key: str, park: Callable[[str], Awaitable[None]]) -> None:
         async def send() -> None:

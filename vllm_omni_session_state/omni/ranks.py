@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from vllm_omni_session_state.cascade import Exchange
 from vllm_omni_session_state.omni import seams
-from vllm_omni_session_state.room import Exchange
 
 
 def exchange() -> Exchange | None:

@@ -19,10 +19,11 @@ from typing import Any
 
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.ids import find, session_key, shown
+from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
 from vllm_omni_session_state.omni.imports import when_imported
-from vllm_omni_session_state.omni.sleep import hook_sleep
+from vllm_omni_session_state.omni.sleep import hook_shutdown, hook_sleep
 
 Answer = dict[str, Any]
 
@@ -45,6 +46,10 @@ def _add(module: ModuleType) -> None:
     _tried(
         lambda: hook_sleep(module.DiffusionWorker, manager_of),
         "when this worker sleeps, its sessions stay on the device",
+    )
+    _tried(
+        lambda: hook_shutdown(module.DiffusionWorker, manager_of),
+        "when this worker shuts down, what is parked on the disk stays until the next one starts there",
     )
 
 
@@ -162,6 +167,32 @@ def park(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
     return _on_every_rank(park_all, ("parked",))
 
 
+def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+    """End sessions that are parked, as ``close`` does, and count them as lost. See ``close``.
+
+    Returns:
+        As for ``stats``; each rank has ``gone``: for each name, whether there is no such session now. One
+        that is on the device stays.
+    """
+
+    def expire_all() -> Answer:
+        manager, runner = _manager(worker), worker.model_runner
+
+        def end(key: str) -> bool:
+            session = manager.peek(key)
+            if session is not None and session.parked:
+                _end_one(manager, runner, "close", key)
+                manager.mark_lost(key, Reason.EXPIRED)
+            return key not in manager
+
+        keys = manager.keys()
+        there = _each(names, keys, end, only_id=only_id)
+        known = [_named(name, keys, only_id=only_id) is not None for name in names]
+        return {"gone": [gone or not was for gone, was in zip(there, known, strict=True)]}
+
+    return _on_every_rank(expire_all, ("gone",))
+
+
 METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_stats": stats,
     "session_state_list": list_sessions,
@@ -170,6 +201,7 @@ METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_close": close,
     "session_state_reset": reset,
     "session_state_park": park,
+    "session_state_expire": expire,
 }
 """By the name under which the worker class has them."""
 

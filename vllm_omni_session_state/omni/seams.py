@@ -77,7 +77,8 @@ WORKER_MODULE = "vllm_omni.diffusion.worker.diffusion_worker"
 WORKER_SEAMS = (Seam("_all_gather_rank_values", "(value)"),)
 """Functions of the module of the host's diffusion worker. Its class only gets new methods."""
 
-SLEEP_SEAMS = (Seam("sleep", "(self, level=...)"),)
+SLEEP_SEAM = Seam("sleep", "(self, level=...)")
+SHUTDOWN_SEAM = Seam("shutdown", "(self)")
 """Of the host's diffusion worker class."""
 
 SERVER_MODULE = "vllm_omni.entrypoints.openai.api_server"

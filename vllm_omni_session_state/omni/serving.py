@@ -84,6 +84,8 @@ def connect(engine_client: Any, state: Any) -> None:
         resume_s=settings.resume_s,
         park=workers.park,
         idle_park_s=_idle_park_s(settings),
+        expire=workers.expire,
+        expire_s=settings.expire_s if _has_tier(settings) else 0.0,
     )
 
     def robots() -> None:
@@ -103,12 +105,16 @@ def connect(engine_client: Any, state: Any) -> None:
         LOGGER.info("ends of sessions reach the workers of stages %s", list(stages))
 
 
+def _has_tier(settings: config.Settings) -> bool:
+    return settings.host_budget is not None or None not in (settings.disk_path, settings.disk_budget)
+
+
 def _idle_park_s(settings: config.Settings) -> float:
-    if settings.idle_park_s and settings.host_budget is None:
+    if settings.idle_park_s and not _has_tier(settings):
         say_once(
             logging.WARNING,
             ("idle_park_s",),
-            "idle_park_s=%g alone has nowhere to park a session; set host_budget too. It is ignored",
+            "idle_park_s=%g alone has nowhere to park a session; set host_budget or disk.path. It is ignored",
             settings.idle_park_s,
         )
         return 0.0

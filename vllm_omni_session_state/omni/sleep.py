@@ -1,4 +1,4 @@
-"""The hook on the worker's sleep: session state leaves the device before the host frees its own memory.
+"""The hooks on the worker's sleep and its shutdown: what session state does before the host's own.
 
 The host's sleep frees what its allocator keeps in pools, and a session's tensors are in none of them. What
 is parked comes back at the session's next lease, which is after the wake-up. Engine KV is the host's.
@@ -11,59 +11,98 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_session_state.errors import CannotParkError
+from vllm_omni_session_state.errors import CannotParkError, TierFaultError
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
 
+ManagerOf = Callable[[Any], SessionStateManager | None]
 
-def hook_sleep(worker: type, manager_of: Callable[[Any], SessionStateManager | None]) -> None:
-    """Wrap ``sleep`` of the host's worker class; idempotent.
+
+def hook_sleep(worker: type, manager_of: ManagerOf) -> None:
+    """Have every session leave the device before the host's worker sleeps; idempotent.
 
     Args:
-        worker: The class.
+        worker: The host's worker class.
         manager_of: The manager of a worker's model, if it has one.
 
     Raises:
         SeamMismatchError: If it does not look as expected; nothing has changed.
     """
-    host = getattr(worker, "sleep", None)
+    _before(worker, seams.SLEEP_SEAM, leave_device, manager_of)
+
+
+def hook_shutdown(worker: type, manager_of: ManagerOf) -> None:
+    """Have the disk tier closed before the host's worker shuts down. See ``hook_sleep()``."""
+    _before(worker, seams.SHUTDOWN_SEAM, leave_process, manager_of)
+
+
+def _before(
+    worker: type, seam: seams.Seam, act: Callable[[SessionStateManager], None], manager_of: ManagerOf
+) -> None:
+    host = getattr(worker, seam.name, None)
     if hasattr(host, seams.MARK):
         return
-    seams.check(worker, seams.SLEEP_SEAMS)
+    seams.check(worker, (seam,))
     assert host is not None, "as just checked"
 
     @functools.wraps(host)
-    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         manager = manager_of(self)
         if manager is not None:
-            leave_device(manager)
+            act(manager)
         return host(self, *args, **kwargs)
 
-    setattr(sleep, seams.MARK, True)
-    worker.sleep = sleep  # type: ignore[attr-defined]
+    setattr(method, seams.MARK, True)
+    setattr(worker, seam.name, method)
 
 
 def leave_device(manager: SessionStateManager) -> None:
     """Park every session that nobody uses; what stays is said. Never raises."""
     try:
-        if manager.room.tier is None:
+        if not manager.cascade:
             if len(manager):
                 say_once(
                     logging.WARNING,
                     ("sleep",),
                     "the worker sleeps and its sessions stay on the device: there is nowhere to park them; "
-                    "set host_budget",
+                    "set host_budget, or disk.path and disk.budget",
                 )
             return
-        refused = []
-        for key in manager.keys():  # noqa: SIM118 - a manager is no mapping
-            try:
-                manager.park(key)
-            except CannotParkError as error:  # noqa: PERF203 - one that stays keeps no other from going
-                refused.append(error)
+        refused = _park_all(manager)
         LOGGER.info("the worker sleeps: %d sessions are parked", manager.stats()["parked_sessions"])
         if refused:
             LOGGER.warning("the worker sleeps, %d sessions stay on the device: %s", len(refused), refused[0])
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
         LOGGER.warning("the worker sleeps, and its sessions stay where they are: %s", error)
+
+
+def leave_process(manager: SessionStateManager) -> None:
+    """Leave nothing on the disk, or all sessions where they are to be kept. Never raises."""
+    disk = manager.cascade.disk
+    try:
+        if disk is None:
+            return
+        if disk.keep:
+            refused = _park_all(manager)
+            manager.cascade.leave_memory()
+            kept = manager.stats()["disk_sessions"]
+            LOGGER.info("the worker shuts down: %d of %d sessions are on the disk", kept, len(manager))
+            if refused:
+                LOGGER.warning("%d sessions are not kept: %s", len(refused), refused[0])
+        disk.close()
+    except TierFaultError as error:
+        LOGGER.warning("%s. The next worker that starts there cleans it", error)
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        LOGGER.warning("what is parked on the disk stays there: %s: %s", type(error).__name__, error)
+
+
+def _park_all(manager: SessionStateManager) -> list[CannotParkError]:
+    """Park every session that nobody uses; what kept those that stay."""
+    refused = []
+    for key in manager.keys():  # noqa: SIM118 - a manager is no mapping
+        try:
+            manager.park(key)
+        except CannotParkError as error:  # noqa: PERF203 - one that stays keeps no other from going
+            refused.append(error)
+    return refused

@@ -18,7 +18,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        self.sent: asyncio.Task[object] | None = None
+        self.sent: asyncio.Task[list[Mapping[str, Any]]] | None = None
 
 
 class Workers:
@@ -48,19 +48,26 @@ class Workers:
         """Park a session wherever nobody uses it. Raises as ``close()`` does."""
         await self._together("session_state_park", key)
 
-    async def _together(self, method: str, key: str) -> None:
+    async def expire(self, key: str) -> bool:
+        """End a session that is parked; whether it is gone everywhere. Raises as ``close()`` does."""
+        at, answers = await self._together("session_state_expire", key)
+        return all(rank["gone"][at] for answer in answers for rank in answer["ranks"])
+
+    async def _together(self, method: str, key: str) -> tuple[int, list[Mapping[str, Any]]]:
+        """Have a call about a session made: its place in the call, and what came back."""
         batch = self._open.get(method)
         if batch is None:
             batch = self._open[method] = _Batch()
             batch.sent = asyncio.get_running_loop().create_task(self._send(method, batch))
         batch.keys.append(key)
+        at = len(batch.keys) - 1
         assert batch.sent is not None, "a batch is made with its task"
-        await asyncio.shield(batch.sent)
+        return at, await asyncio.shield(batch.sent)
 
-    async def _send(self, method: str, batch: _Batch) -> None:
+    async def _send(self, method: str, batch: _Batch) -> list[Mapping[str, Any]]:
         async with self._turn:
             del self._open[method]
-            await self._call(method, *batch.keys)
+            return await self._call(method, *batch.keys)
 
     async def holds(self, key: str) -> bool:
         """Whether some replica has the session on all its ranks."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm_omni_session_state.errors import BadFileError, TierFaultError, TierFullError
+from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.tiers import session_file
 from vllm_omni_session_state.tiers.folder import Folder, System, close_quietly, trying
 
@@ -65,6 +66,7 @@ class DiskTier:
     Args:
         path: The deployment's folder, which its workers share; made where it is missing.
         budget: Bytes of files of this worker.
+        keep: Whether what is there stays when this is closed.
 
     Attributes:
         nbytes: Bytes of the files that are there.
@@ -73,8 +75,9 @@ class DiskTier:
         TierFaultError: If the folder cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, budget: int) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, budget: int, keep: bool = False) -> None:
         self.budget = budget
+        self.keep = keep
         self.nbytes = 0
         self._folder = Folder(os.fspath(path))
         self._lock = threading.Lock()
@@ -174,17 +177,22 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Remove all files and the folder. A second call does nothing.
+        """Remove all files and the folder, or leave those that ``keep`` says. A second call does nothing.
 
         Raises:
             TierFaultError: If something could not be removed; the next worker that starts here does it.
         """
         if not self._closed:
             self._closed = True
+            kept = self.keep and self._folder.ours and bool(self._tickets)
             if self._folder.ours:
                 self._tickets.clear()
                 self.nbytes = 0
-            self._folder.remove()
+            if not kept:
+                self._folder.remove()
+                return
+            self._remove_strays()
+            LOGGER.info("parked sessions are kept in %s", self._folder.keep())
 
     def _known(self, ticket: Ticket) -> None:
         if self._tickets.get(ticket.name) is not ticket:

@@ -24,6 +24,9 @@ from vllm_omni_session_state.events import LOGGER
 LOCK_WAIT_S = 30.0
 """How long a starting worker waits for others that start at the same time."""
 
+KEPT = "kept-"
+"""How the folder of a worker that was told to keep its sessions begins."""
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WORKER = re.compile(r"worker-[0-9a-f]{32}", re.ASCII)
 
@@ -126,6 +129,25 @@ class Folder:
         finally:
             close_quietly(self.fd)
             close_quietly(self._top_fd)
+
+    def keep(self) -> str:
+        """Leave the folder with all that is in it, under a name that nobody cleans; let go of the lock.
+
+        Returns:
+            Its path.
+
+        Raises:
+            TierFaultError: If it cannot be renamed; the next worker cleans it.
+        """
+        name = self._name.replace("worker-", KEPT)
+        try:
+            with trying("keep the sessions on the disk", self.path):
+                System.rename(self._name, name, src_dir_fd=self._top_fd, dst_dir_fd=self._top_fd)
+                System.fsync(self._top_fd)
+        finally:
+            close_quietly(self.fd)
+            close_quietly(self._top_fd)
+        return f"{self.top}/{name}"
 
     def _rmdir_quietly(self) -> None:
         with contextlib.suppress(OSError):

@@ -22,12 +22,26 @@ class Parcel:
     Attributes:
         slab: Their bytes.
         sizes: Bytes of each, in order.
-        device: Where they came from and go back to.
+        devices: Where each came from and goes back to.
     """
 
     slab: torch.Tensor
     sizes: tuple[int, ...]
-    device: torch.device
+    devices: tuple[torch.device, ...]
+
+    def parts(self) -> list[torch.Tensor]:
+        """Each storage's bytes, by reference: uint8, ``(size,)``."""
+        return transfer.parts(self.slab, self.sizes)
+
+
+def parcel_of(storages: Sequence[torch.UntypedStorage]) -> Parcel:
+    """Copies of storages in a new slab, which no tier has charged.
+
+    Raises:
+        MemoryError: If the machine has no room; nothing has changed.
+    """
+    sizes = tuple(storage.nbytes() for storage in storages)
+    return Parcel(transfer.to_slab(storages), sizes, tuple(storage.device for storage in storages))
 
 
 class HostTier:
@@ -57,12 +71,11 @@ class HostTier:
             TierFullError: If the budget has no room; nothing has changed.
             MemoryError: If the machine has none; nothing has changed.
         """
-        sizes = tuple(storage.nbytes() for storage in storages)
-        wanted, room = transfer.slab_nbytes(sizes), self.room(live_nbytes)
+        wanted = transfer.slab_nbytes([storage.nbytes() for storage in storages])
+        room = self.room(live_nbytes)
         if wanted > room:
             raise TierFullError("host", wanted=wanted, room=max(0, room), setting="host_budget")
-        device = storages[0].device if storages else torch.device("cpu")
-        parcel = Parcel(transfer.to_slab(storages), sizes, device)
+        parcel = parcel_of(storages)
         self._parcels[id(parcel)] = wanted
         self.nbytes += wanted
         return parcel
@@ -73,7 +86,7 @@ class HostTier:
         Raises:
             MemoryError: If the device has no room; nothing has changed.
         """
-        return transfer.from_slab(parcel.slab, parcel.sizes, parcel.device)
+        return transfer.from_slab(parcel.slab, parcel.sizes, parcel.devices)
 
     def drop(self, parcel: Parcel) -> None:
         """Give a parcel's charge back; its memory goes with the parcel.

@@ -1,0 +1,346 @@
+"""The tiers below the device, the upper one first: how one session goes down and how it comes back.
+
+Decide under the table's lock, move outside of it, settle under it. The new place holds the data before the
+old one lets go, and a move that fails leaves the session where it was. Where host memory has no room, what
+lies there longest goes on to the disk; a full lowest tier refuses what comes, and drops nobody.
+
+Several ranks decide alike: by the order of requests and by declared sizes, never by bytes of their own.
+What is parked is parked on all of them, in the same tier. A rank that cannot move its part keeps the bytes
+where they are, and says so; before a session is used again, all ranks tell each other whether they have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vllm_omni_session_state.errors import (
+    CannotParkError,
+    NotWritableError,
+    SessionRestoreFailedError,
+    SessionStateError,
+    TierFaultError,
+    TierFullError,
+    without_frames,
+)
+from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.footprint import footprint
+from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.lease import Seat
+from vllm_omni_session_state.parking import (
+    Filed,
+    Level,
+    Parked,
+    fetch,
+    park,
+    park_in_place,
+    park_on_disk,
+    sink,
+)
+from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.table import Table
+from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
+from vllm_omni_session_state.tiers.host import HostTier, Parcel
+
+Exchange = Callable[[str | None], Sequence[str | None]]
+"""Tells all ranks what went wrong on this one, if anything; returns what each of them told, by rank."""
+
+
+class Cascade:
+    """The tiers of one manager, and the moves between them.
+
+    Args:
+        table: Whose sessions.
+        host: Host memory, ``None``: none is parked there.
+        disk: Files, ``None``: none is parked there.
+        max_parked: Sessions that may be parked at once.
+        exchange: How the ranks tell each other; ``None`` where there is one.
+
+    Attributes:
+        declaration: What the model declared of one session.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        max_parked: int,
+        exchange: Exchange | None,
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.max_parked = max_parked
+        self.declaration: Declaration | None = None
+        self._exchange = exchange
+        self._table = table
+        self._left: list[Ticket] = []  # files that could not be removed yet; they count until they are
+
+    def __bool__(self) -> bool:
+        """Whether there is a tier at all."""
+        return self.host is not None or self.disk is not None
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of the files on the disk."""
+        return 0 if self.disk is None else self.disk.nbytes
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Names of the values that the model keeps in host memory itself."""
+        return frozenset() if self.declaration is None else self.declaration.host_fields
+
+    @property
+    def declared_nbytes(self) -> int | None:
+        """What one session counts where ranks must agree; ``None`` where each is as large as it is."""
+        if self._exchange is None:
+            return None
+        return 0 if self.declaration is None else self.declaration.device_nbytes
+
+    def down(self, seat: Seat) -> Exception | None:
+        """Park a session that was taken from the order; returns what refused it, or ``None``."""
+        table, session = self._table, seat.session
+        refused: Exception | None = None
+        parked: Parked | None = None
+        try:
+            parked = self._move(seat)
+        except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
+            refused = without_frames(error)  # they hold what should have moved
+            self._note(seat, refused)
+            device = footprint(*session.contents(without=self.on_host)).regions
+        held = None if parked is None else _held(seat, parked)
+        with table.lock:
+            seat.moving = False
+            if parked is None or held is None:
+                table.order.put_back(session.key, seat.place)
+                table.accounts.idle(session.serial, device)
+            else:
+                table.shelve(seat, parked)
+                held.charge(table, session.serial)
+            table.moved.notify_all()
+        return refused
+
+    def relieve(self) -> None:
+        """Move on from host memory what lies there longest, until the rest fits its budget. Never raises."""
+        host = self.host
+        try:
+            while host is not None and self.disk is not None and self.declared_nbytes is None:
+                if host.room(self._live_nbytes()) >= 0 or not self._sink_oldest():
+                    return
+        except Exception as error:  # noqa: BLE001 - it runs after a forward's own body
+            kind = type(error).__name__
+            say_once(
+                logging.WARNING, ("relieve", kind), "host memory is over host_budget: %s: %s", kind, error
+            )
+
+    def leave_memory(self) -> None:
+        """Move all that is parked in host memory on to the disk, as far as that goes. Never raises."""
+        try:
+            while self._sink_oldest():
+                pass
+        except Exception as error:  # noqa: BLE001 - the rest stays where it is
+            LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.hosted), error)
+
+    def back(self, seat: Seat) -> None:
+        """Restore a session that was fetched from the table, into a lease of the caller.
+
+        Raises:
+            SessionRestoreFailedError: It stays parked, whole; with several ranks on all of them.
+        """
+        table, session, parked = self._table, seat.session, seat.parked
+        failed: Exception | None = None
+        assert parked is not None, "only a parked session is brought back"
+        try:
+            part = fetch(parked, self.host, self.disk)
+        except Exception as error:  # noqa: BLE001 - as above
+            failed = without_frames(error)
+        if self._exchange is not None:
+            failed = self._failed_somewhere(self._exchange, failed)
+        if failed is None:
+            session.put_back(part)
+            self._discard(parked)
+        with table.lock:
+            seat.moving = False
+            if failed is None:
+                table.unshelve(seat)
+                seat.leases += 1
+            else:
+                table.shelve(seat, parked)
+            table.moved.notify_all()
+        if failed is not None:
+            raise SessionRestoreFailedError(shown(session.key), failed) from failed
+
+    def forget(self, seat: Seat) -> None:
+        """A session has ended: what is parked of it goes."""
+        if seat.parked is not None:
+            self._discard(seat.parked)
+            seat.parked = None
+
+    def check(self) -> None:
+        """Assert that the tiers are sound and hold what the table says. An expensive no-op."""
+        with self._table.lock:
+            parked = [seat.parked for seat in self._table.seats.values() if seat.parked is not None]
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.check()
+        if self.disk is not None:
+            files = [each.held.ticket.nbytes for each in parked if isinstance(each.held, Filed)]
+            left = [ticket.nbytes for ticket in self._left]
+            assert self.disk.nbytes >= sum(files) + sum(left), "a parked session has no file"
+
+    def _move(self, seat: Seat) -> Parked:
+        """Park a session in the upper tier, for which others go on, else in the lower one."""
+        session, host, disk, table = seat.session, self.host, self.disk, self._table
+        if session.staging:
+            raise CannotParkError(shown(session.key), "it has a window in progress")
+        if table.parked >= self.max_parked:
+            raise CannotParkError(shown(session.key), f"{table.parked} sessions are parked (max_parked)")
+        while host is not None:
+            try:
+                self._agree(Level.HOST, host.budget, len(table.hosted))
+                return self._or_in_place(
+                    lambda: park(session, host, on_host=self.on_host, live_nbytes=self._live_nbytes()),
+                    lambda: park_in_place(session, Level.HOST, on_host=self.on_host),
+                )
+            except TierFullError as error:
+                full = without_frames(error)
+            if disk is None:
+                raise full
+            if full.wanted > host.budget or not self._sink_oldest():
+                break
+        assert disk is not None, "there is a tier"
+        self._agree(Level.DISK, disk.budget, table.on_disk)
+        return self._or_in_place(
+            lambda: park_on_disk(session, disk, on_host=self.on_host),
+            lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
+        )
+
+    def _sink_oldest(self) -> bool:
+        """Move on to the disk what lies in host memory longest; whether there is one to ask.
+
+        Raises:
+            TierFullError: If the disk has no room; nothing has changed.
+            TierFaultError: If it cannot be written; nothing has changed.
+            MemoryError: If the machine has no room; nothing has changed.
+        """
+        table, disk, on_host = self._table, self.disk, self.on_host
+        with table.lock:
+            seats = (table.seats[key] for key in table.hosted)
+            seat = next((seat for seat in seats if not seat.unwritable), None)
+            if seat is None or disk is None:
+                return False
+            there = seat.parked
+            assert there is not None, "it is parked"
+            table.fetch(seat)
+        session, here, refused = seat.session, there, None
+        try:
+            self._agree(Level.DISK, disk.budget, table.on_disk)
+            here = self._or_in_place(
+                lambda: sink(session, there, disk, on_host=on_host),
+                lambda: dataclasses.replace(there, level=Level.DISK),
+            )
+        except Exception as error:  # noqa: BLE001 - as above
+            refused = without_frames(error)
+        held = _held(seat, here)
+        with table.lock:
+            seat.moving = False
+            table.shelve(seat, here)
+            held.charge(table, session.serial)
+            table.moved.notify_all()
+        if here.held is not there.held:
+            self._discard(there)
+        if refused is not None:
+            self._note(seat, refused)
+            if not isinstance(refused, NotWritableError):
+                raise refused
+        return True
+
+    def _live_nbytes(self) -> int:
+        with self._table.lock:
+            return self._table.accounts.host_nbytes()
+
+    def _agree(self, level: Level, budget: int, count: int) -> None:
+        """Refuse by declared sizes what every rank would refuse."""
+        wanted = self.declared_nbytes
+        room = budget if wanted is None else max(0, budget - count * wanted)
+        if wanted is not None and wanted > room:
+            raise TierFullError(level.value, wanted=wanted, room=room, setting=_SETTINGS[level])
+
+    def _or_in_place(self, move: Callable[[], Parked], stay: Callable[[], Parked]) -> Parked:
+        try:
+            return move()
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            # The other ranks have moved theirs by now.
+            say_once(
+                logging.WARNING,
+                ("in place",),
+                "what this rank has of a parked session stays where it is, beyond its budget: %s: %s",
+                type(error).__name__,
+                error,
+            )
+        return stay()
+
+    def _note(self, seat: Seat, refused: Exception) -> None:
+        """Say of a refusal what an operator must know, once."""
+        if isinstance(refused, NotWritableError):
+            seat.unwritable = True
+            say_once(
+                logging.WARNING,
+                ("unwritable", refused.path, refused.kind),
+                "sessions of this model are not parked on the disk: %s",
+                refused,
+            )
+        elif isinstance(refused, TierFaultError):
+            say_once(logging.WARNING, ("tier", refused.purpose, refused.why), "%s", refused)
+
+    def _discard(self, parked: Parked) -> None:
+        """What was parked is elsewhere now, or has ended. Never raises."""
+        if isinstance(parked.held, Parcel) and self.host is not None:
+            self.host.drop(parked.held)
+        with self._table.lock:
+            files, self._left = self._left, []
+        if isinstance(parked.held, Filed):
+            files.append(parked.held.ticket)
+        for ticket in files:
+            try:
+                assert self.disk is not None, "there is a file"
+                self.disk.drop(ticket)
+            except TierFaultError as error:  # noqa: PERF203 - one that stays keeps no other from going
+                self._left.append(ticket)
+                say_once(logging.WARNING, ("left", error.why), "%s. It is tried again", error)
+
+    @staticmethod
+    def _failed_somewhere(exchange: Exchange, failed: Exception | None) -> Exception | None:
+        try:
+            told = exchange(None if failed is None else f"{type(failed).__name__}: {failed}")
+        except Exception as error:  # noqa: BLE001 - a rank is gone: the session stays where it is
+            return without_frames(error)
+        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why is not None]
+        return SessionStateError("; ".join(reasons)) if reasons else None
+
+
+_SETTINGS = {Level.HOST: "host_budget", Level.DISK: "disk.budget"}
+
+
+class _Held(NamedTuple):
+    """What a parked session holds: in place, in host memory by its model, and parked there."""
+
+    device: tuple[Region, ...]
+    host: tuple[Region, ...]
+    parcel: tuple[Region, ...]
+
+    def charge(self, table: Table, serial: int) -> None:
+        """Tell the accounts. Lock held."""
+        table.accounts.settle(serial, device=self.device, host=self.host, parcel=self.parcel)
+
+
+def _held(seat: Seat, parked: Parked) -> _Held:
+    slab = parked.held.slab if isinstance(parked.held, Parcel) else None
+    values = (parked.alive.values(), seat.session.away(), (slab,))
+    return _Held(*(footprint(*each).regions for each in values))
