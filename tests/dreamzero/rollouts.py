@@ -40,8 +40,8 @@ class Rollouts:
     @property
     def disk_nbytes(self):
         nbytes = self.manager.stats()["spilled_nbytes"]
-        assert nbytes == self.manager.room.disk.nbytes
-        self.manager.room.disk.check()
+        assert nbytes == self.manager.spiller._tier.nbytes
+        self.manager.spiller._tier.check()
         return nbytes
 
     def buffer(self, session="a"):
@@ -80,7 +80,7 @@ def loaded(checkpoint, folder, *, steps=2, **settings):
         num_inference_steps=steps,
         model_config={"session_state": options},
     ) as model:
-        disk = model.pipeline._memory_manager.room.disk
+        disk = model.pipeline._memory_manager.spiller._tier
         try:
             yield model
         finally:

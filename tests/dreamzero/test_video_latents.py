@@ -182,7 +182,7 @@ def test_after_a_decode_the_chunks_are_out_of_memory_again(rollouts):
 
 def test_a_disk_that_is_full_costs_no_step_and_no_chunk(rollouts, monkeypatch, caplog):
     forget_said()
-    monkeypatch.setattr(rollouts.manager.room.disk, "budget", 1000)
+    monkeypatch.setattr(rollouts.manager.spiller._tier, "budget", 1000)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         rollouts.steps(3 * FEW)
     rollouts.is_whole()
