@@ -78,12 +78,14 @@ def test_the_latents_are_equal_after_every_number_of_chunks_and_the_video_too(ro
     rollouts.is_exact()
 
 
+@pytest.mark.parametrize("budgets", [{"host_budget": "1GiB"}, {}, {"host_budget": "500kB"}])
 def test_sessions_that_are_parked_and_come_back_keep_their_video_and_read_none_of_it(
-    dreamzero_checkpoint, tmp_path, monkeypatch
+    dreamzero_checkpoint, tmp_path, monkeypatch, budgets
 ):
     monkeypatch.setattr(spill, "SEGMENT", FEW)
-    budgets = {"host_budget": "1GiB", "device_budget": "100kB"}
-    with loaded(dreamzero_checkpoint, tmp_path, video_latents="spill", **budgets) as model:
+    with loaded(
+        dreamzero_checkpoint, tmp_path, video_latents="spill", device_budget="100kB", **budgets
+    ) as model:
         rollouts = Rollouts(model)
         with monkeypatch.context() as patched:
             patched.setattr(spill.Spiller, "read", None)
