@@ -5,6 +5,7 @@ Not covered: what is run and what the figures mean; each benchmark says that its
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import operator
@@ -13,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -117,6 +119,17 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Python's own garbage collection runs before, and not meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def orders(contenders: Sequence[T]) -> Iterator[tuple[T, ...]]:

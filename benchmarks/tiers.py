@@ -1,4 +1,4 @@
-"""What parking costs: a session to host memory and back against bare copies, and a lease that moves nothing.
+"""What parking costs: a session to host memory or disk and back, and a lease that moves nothing.
 
 ``python -m benchmarks.tiers``. The session is 24 tensors of together 603 MiB, a DreamZero feature map at the
 shipped size. Each figure is the median over the rounds:
@@ -8,13 +8,23 @@ shipped size. Each figure is the median over the rounds:
     it back, and parks it again when the lease ends. The limit is as many copies of the same sizes, each into
     memory allocated for it, back and out again; what was copied is let go, as ours lets it go. The two take
     turns in one process and move the same bytes. At least 0.8 is wanted.
+``disk_over_plain``
+    A plain file over ours. Ours takes the session apart, writes it with the disk tier, reads it back, puts
+    it together and removes it. The plain file has the same bytes in the same writes, the same checksum,
+    fsync, rename and fsync of the folder, is read into new memory and verified, and removed. Both reads come
+    from the page cache, as the files were just written. At least 0.8 is wanted.
+``disk_over_plain_cold``
+    The same, with the file's pages out of the page cache before it is read: said of the machine that this
+    runs in, and not of a host or a disk that keeps pages too.
+``disk_over_plain_no_checksum``
+    The plain file without its checksum over ours with it, which cannot be switched off.
 ``idle_lease_us``
     A lease of an empty session, in microseconds: nothing to move and nothing to settle, with a tier, a
     budget that all idle sessions fit in, and 63 others of 24 tensors each. Less than 20 is wanted.
 ``held_lease_us``
     The same lease of one of those others: its 24 tensors are walked, and found to be as they were.
 
-Copies are timed on the wall, which is what a request waits, and again in CPU time of the one thread
+Copies and files are timed on the wall, which is what a request waits, and again in CPU time of the one thread
 (``host_over_memcpy_cpu``), in which others' work shows only through caches and memory. Leases, far shorter
 than a turn of the scheduler, are CPU time. On a CPU device and host are the same memory, so these are copies
 from memory to memory: what a GPU's bus would add is not here.
@@ -24,21 +34,21 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import math
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.feature_map import feature_map_shapes
+from benchmarks import disk_moves
+from benchmarks.feature_map import Shapes, feature_map_shapes, filled, same_bits
 from benchmarks.measure import (
     Machine,
     Spread,
@@ -46,6 +56,7 @@ from benchmarks.measure import (
     add_figures,
     last_line,
     machine,
+    no_collector,
     one_thread,
     orders,
     turns,
@@ -55,15 +66,18 @@ if TYPE_CHECKING:
     import torch
 
 OTHERS, BATCH = 63, 200
-WANTED: Wanted = {"host_over_memcpy": (">=", 0.8), "idle_lease_us": ("<", 20.0)}
+WANTED: Wanted = {
+    "host_over_memcpy": (">=", 0.8),
+    "disk_over_plain": (">=", 0.8),
+    "idle_lease_us": ("<", 20.0),
+}
 Figures = dict[str, list[float]]
-Shapes = list[tuple[int, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
     asked = _parser().parse_args(arguments)
-    rounds = asked.rounds or (2 if asked.quick else 40)
+    rounds, files = (asked.rounds or (2 if asked.quick else count) for count in (40, 18))
     shapes = feature_map_shapes()
     if asked.quick:
         shapes = [tuple(-(-length // 16) for length in shape) for shape in shapes]
@@ -72,12 +86,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.recycle:
         _take_memory_from_the_system()
     place = machine()
-    console.print(_header(shapes, place, rounds=rounds))
-    found = moves(shapes, rounds=rounds, aside=aside) | leases(rounds=rounds)
+    with disk_moves.place(asked.folder) as folder:
+        disk = {
+            "file_system": disk_moves.file_system(folder),
+            "pages_can_be_dropped": disk_moves.can_forget(folder),
+            "rounds": files,
+        }
+        console.print(_header(shapes, place, rounds=rounds, disk=disk))
+        found = (
+            moves(shapes, rounds=rounds, aside=aside)
+            | disk_moves.moves(shapes, folder, rounds=files, aside=aside)
+            | leases(rounds=rounds)
+        )
     figures = {name: Spread.of(values) for name, values in found.items()}
     console.print(_figures(figures))
     session = {"tensors": len(shapes), "mib": round(_mib(shapes), 1), "rounds": rounds}
-    sys.stdout.write(last_line(figures, machine=place, session=session) + "\n")
+    sys.stdout.write(last_line(figures, machine=place, session=session, disk=disk) + "\n")
     sys.stdout.flush()
     return 0
 
@@ -91,7 +115,7 @@ def moves(shapes: Shapes, *, rounds: int, aside: Console) -> Figures:
     figures: Figures = {name: [] for name in names}
     for contender in next(order):  # their first time is not counted
         contender.round_trip()
-    with _no_collector():
+    with no_collector():
         for _ in turns(rounds, what="round trip", aside=aside):
             wall, cpu = {}, {}
             for contender in next(order):
@@ -135,7 +159,7 @@ def leases(*, rounds: int) -> Figures:
 
     figures: Figures = {}
     contenders = {"idle_lease_us": take("empty"), "held_lease_us": take("session 0")}
-    with _no_collector():
+    with no_collector():
         for order, _ in zip(orders(tuple(contenders)), range(rounds), strict=False):
             for name in order:
                 lease, taken = contenders[name], []
@@ -162,7 +186,7 @@ class Ours:
 
         self.manager = SessionStateManager(device_budget=0, tier=HostTier(budget=1 << 40))
         with self.manager.lease("bench") as session:
-            session.attrs["map"] = _filled(shapes)
+            session.attrs["map"] = filled(shapes)
 
     def round_trip(self) -> None:
         """Back to the device and out again."""
@@ -176,13 +200,8 @@ class Ours:
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether it has the same bits as these."""
-        import torch
-
         with self.manager.lease("bench") as session:
-            return all(
-                torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
-                for mine, theirs in zip(session.attrs["map"], tensors, strict=True)
-            )
+            return same_bits(session.attrs["map"], tensors)
 
 
 class Limit:
@@ -193,7 +212,7 @@ class Limit:
     """
 
     def __init__(self, shapes: Shapes) -> None:
-        self.tensors = _filled(shapes)
+        self.tensors = filled(shapes)
         self.trips = 0
 
     def round_trip(self) -> None:
@@ -209,28 +228,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
-def _filled(shapes: Shapes) -> list[torch.Tensor]:
-    """Inference tensors, as the host's are, every page of them written."""
-    import torch
-
-    draw = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        return [
-            torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=draw).view(torch.bfloat16)
-            for shape in shapes
-        ]
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _mib(shapes: Shapes) -> float:
     return sum(2 * math.prod(shape) for shape in shapes) / 2**20
 
@@ -239,7 +236,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tiers", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--rounds", type=int, help="round trips of each contender (default: 40)")
+    parser.add_argument("--rounds", type=int, help="round trips of each contender (default: 40, of files 18)")
+    parser.add_argument("--folder", help=f"where files go (default: {disk_moves.LASTING}, if it is there)")
     parser.add_argument(
         "--quick", action="store_true", help="2 rounds of tiny tensors: does it run? Its figures mean nothing"
     )
@@ -255,12 +253,14 @@ def _take_memory_from_the_system() -> None:
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
 
 
-def _header(shapes: Shapes, place: Machine, *, rounds: int) -> Table:
+def _header(shapes: Shapes, place: Machine, *, rounds: int, disk: dict[str, object]) -> Table:
+    kept = "" if disk["pages_can_be_dropped"] else ", whose pages stay in memory: its cold figure is warm"
     table = Table(
         title=f"Park and restore: {len(shapes)} tensors, {_mib(shapes):.1f} MiB, {rounds} rounds, "
         f"{place.threads} thread",
         caption=f"{place.cpu}, {place.cores} cores; {place.system}; Python {place.python}, "
-        f"torch {place.torch}; tensors on the CPU",
+        f"torch {place.torch}; tensors on the CPU; {disk['rounds']} rounds of files on "
+        f"{disk['file_system']}{kept}",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("tensors", justify="right")

@@ -36,7 +36,7 @@ def to_slab(storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
     sizes = [storage.nbytes() for storage in storages]
     on_device = any(storage.device.type != "cpu" for storage in storages)
     try:
-        slab = _host_memory(slab_nbytes(sizes), pinned=on_device)
+        slab = host_memory(slab_nbytes(sizes), pinned=on_device)
     except (RuntimeError, OSError) as error:
         raise MemoryError(f"no host memory for {slab_nbytes(sizes)} bytes: {error}") from error
     _copy([(_bytes(storage), part) for storage, part in zip(storages, parts(slab, sizes), strict=True)])
@@ -100,7 +100,13 @@ def _copied(sources: Sequence[torch.Tensor], devices: Sequence[torch.device]) ->
     return [tensor.untyped_storage() for tensor in new]
 
 
-def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def host_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+    """New host memory of which every byte is about to be written, ``(nbytes,)`` uint8; not to be resized.
+
+    Raises:
+        RuntimeError: If the host has no room for it.
+        OSError: As well.
+    """
     if pinned or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     # Each page is written once, and the fault that brings it takes several times as long as its bytes do.

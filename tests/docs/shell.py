@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pages import PROJECT
 from travel import serve_arguments
 
+from vllm_omni_session_state.cli.main import _parser
 from vllm_omni_session_state.config import ENV_FLAG, ENV_MAX_SESSIONS, resolve
 
 if TYPE_CHECKING:
@@ -86,7 +87,11 @@ def _make(arguments: list[str]) -> None:
 
 
 def _pip_install(arguments: list[str]) -> None:
-    assert arguments == ["."], "the project is installed from its clone"
+    (what,) = arguments
+    found = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+    assert found, "the project is installed from its clone"
+    extras = (PROJECT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    assert found[1] is None or f"\n{found[1]} = [" in extras, f"there is no extra {found[1]}"
     _install()
 
 
@@ -100,6 +105,14 @@ def _install() -> None:
 def _pip_uninstall(arguments: list[str]) -> None:
     assert arguments == [NAME]
     assert f'\nname = "{NAME}"\n' in (PROJECT / "pyproject.toml").read_text()
+
+
+def _own_command(arguments: list[str]) -> None:
+    assert f'\n{NAME} = "vllm_omni_session_state.cli.main:main"\n' in (PROJECT / "pyproject.toml").read_text()
+    try:
+        _parser().parse_args(arguments)
+    except SystemExit:
+        raise AssertionError(f"{NAME} does not know {arguments}") from None
 
 
 def _vllm_serve(arguments: list[str]) -> None:
@@ -121,6 +134,7 @@ KINDS: dict[tuple[str, ...], Callable[[list[str]], None]] = {
     ("pip", "install"): _pip_install,
     ("pip", "uninstall"): _pip_uninstall,
     ("vllm", "serve"): _vllm_serve,
+    (NAME,): _own_command,
     ("python", "-m"): _python_module,
 }
 

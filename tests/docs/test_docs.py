@@ -131,6 +131,8 @@ def test_an_unknown_command_a_wrong_target_and_a_wrong_setting_are_caught():
         "pip install vllm",
         "vllm serve x",
         "python -m benchmarks.tiers --fast",
+        "pip install '.[color]'",
+        "vllm-omni-session-state doctor --fast",
     ):
         with pytest.raises(AssertionError):
             shell.check(line)

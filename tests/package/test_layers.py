@@ -20,7 +20,7 @@ ROWS = (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
         *("ledger", "accounts", "order"),
     ),
-    ("errors", "events", "sizes", "config", "regions", "ids", "losses"),
+    ("errors", "events", "sizes", "config", "regions", "ids", "losses", "origins"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
 FILES = sorted(ROOT.rglob("*.py"))

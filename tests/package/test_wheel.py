@@ -1,5 +1,6 @@
 """What a user installs: the built wheel, alone in a clean environment."""
 
+import json
 import os
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert "vllm_omni_session_state/py.typed" in names
 
 
-def test_in_a_clean_environment_the_plugin_is_found_and_importing_takes_no_torch(wheel, tmp_path):
+def test_in_a_clean_environment_plugin_and_command_are_found_and_importing_takes_no_torch(wheel, tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     python = str(venv / "bin" / "python")
@@ -56,6 +57,14 @@ def test_in_a_clean_environment_the_plugin_is_found_and_importing_takes_no_torch
     )
     out = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environ).stdout
     assert out.split("\n")[:2] == ["session_state vllm_omni_session_state.plugin:register", "False"]
+    command = [str(venv / "bin" / "vllm-omni-session-state"), "doctor"]
+    bare = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert (bare.returncode, bare.stdout) == (2, "")
+    assert "pip install 'vllm-omni-session-state[cli]'" in bare.stderr
+    told = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, env=environ)
+    found = json.loads(told.stdout)
+    assert (told.returncode, found["plugin"]["name"]) == (2, "session_state")
+    assert found["unseen"][0].startswith("the host is not there: vllm, vllm_omni, torch cannot be found by")
 
 
 @pytest.mark.skipif(not LONG, reason="installs torch: long run only")

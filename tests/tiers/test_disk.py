@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from codec import addresses, alike, trees
-from files import SESSION, document, final_files, names, read_by_library, same, storages
+from files import SESSION, document, final_files, names, raw, read_by_library, same, storages
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
@@ -56,6 +56,17 @@ def test_the_safetensors_library_reads_a_file_too(shared_tier, sizes, seed):
     found = read_by_library(f"{shared_tier.folder}/{ticket.name}")
     shared_tier.drop(ticket)
     assert found == (document(seed), [storage.tolist() for storage in wanted])
+
+
+def test_large_storages_come_back_bit_for_bit_each_in_memory_of_its_own(tmp_path):
+    tier = DiskTier(tmp_path, budget=1 << 30)
+    wanted = storages(3 << 20, 5, (5 << 20) + 1)
+    contents = tier.get(tier.put(document(), wanted, session=SESSION))
+    assert same(contents, wanted)
+    torch.empty(0, dtype=torch.uint8).set_(contents.storages[0]).zero_()
+    assert same(tier.get(*tier._tickets.values()), wanted)
+    assert [raw(storage) for storage in contents.storages[1:]] == [raw(storage) for storage in wanted[1:]]
+    tier.close()
 
 
 def test_parts_of_a_slab_are_written_like_storages(tier):

@@ -2,9 +2,11 @@
 
 import errno
 import itertools
+import mmap
 import os
 
 import pytest
+import torch
 from files import SESSION, document, names, same, storages
 from saboteur import CALLS, Saboteur
 
@@ -170,20 +172,28 @@ def test_a_worker_that_hangs_while_starting_is_waited_for_and_then_named(tmp_pat
     DiskTier(tmp_path, budget=1).close()
 
 
-def test_a_machine_without_memory_leaves_the_file_where_it_is(tmp_path, monkeypatch):
-    import torch
-
-    tier = DiskTier(tmp_path, budget=1 << 20)
-    ticket = tier.put(document(), storages(10), session=SESSION)
+@pytest.mark.parametrize(
+    ("size", "place", "name", "error"),
+    [
+        (10, torch, "empty", RuntimeError("no room")),
+        (3 << 20, mmap, "mmap", OSError(errno.ENOMEM, "no room")),
+    ],
+    ids=["small", "large"],
+)
+def test_a_machine_without_memory_leaves_the_file_where_it_is(
+    tmp_path, monkeypatch, size, place, name, error
+):
+    tier = DiskTier(tmp_path, budget=1 << 23)
+    ticket = tier.put(document(), storages(size), session=SESSION)
 
     def full(*args, **kwargs):
-        raise RuntimeError("as asked")
+        raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", full)
+        patched.setattr(place, name, full)
         with pytest.raises(MemoryError, match="no host memory"):
             tier.get(ticket)
-    assert same(tier.get(ticket), storages(10))
+    assert same(tier.get(ticket), storages(size))
     tier.close()
 
 

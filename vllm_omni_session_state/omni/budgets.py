@@ -55,6 +55,8 @@ def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
         have, need = ("disk.path", "disk.budget") if disk is None else ("disk.budget", "disk.path")
         _ignored(have, f"{have} alone parks nothing on the disk; set {need} too. It is ignored")
         disk = None
+    if settings.keep_on_exit and disk is None:
+        _ignored("keep_on_exit", "keep_on_exit alone keeps nothing; set disk.path and disk.budget too")
     if host is None and disk is None:
         if device is not None:
             what = "device_budget alone has nowhere to park a session; set host_budget or disk.path too"
@@ -88,8 +90,6 @@ def disk_tier(bounds: Bounds, exchange: Exchange | None, *, keep: bool) -> DiskT
     from vllm_omni_session_state.tiers.disk import DiskTier  # noqa: PLC0415 - as above
 
     if bounds.disk is None:
-        if keep:
-            _ignored("keep_on_exit", "keep_on_exit alone keeps nothing; set disk.path and disk.budget too")
         return None
     tier, failed = None, None
     try:

@@ -22,6 +22,7 @@ from vllm_omni_session_state.errors import BadFileError, TierFaultError, TierFul
 from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.tiers import session_file
 from vllm_omni_session_state.tiers.folder import Folder, System, close_quietly, trying
+from vllm_omni_session_state.transfer import host_memory
 
 SUFFIX = ".safetensors"
 PART = ".part"
@@ -275,8 +276,8 @@ def _read(fd: int, *, file: str) -> tuple[session_file.Header, Contents]:
     _read_all(fd, memoryview(rest), file=file)
     header = session_file.parse(bytes(head + rest), status.st_size, file=file)
     try:
-        tensors = [torch.empty(size, dtype=torch.uint8) for size in header.sizes]
-    except RuntimeError as error:
+        tensors = [host_memory(size) for size in header.sizes]
+    except (RuntimeError, OSError) as error:
         raise MemoryError(f"no host memory for the {sum(header.sizes)} bytes of {file}: {error}") from error
     for number, (tensor, checksum) in enumerate(zip(tensors, header.checksums, strict=True)):
         view = _view(tensor)

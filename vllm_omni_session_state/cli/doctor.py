@@ -1,0 +1,241 @@
+"""``doctor``: will the plugin do here what is asked of it? What is found out, and what follows from it.
+
+Not here: how it looks in a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_omni_session_state import config, origins
+from vllm_omni_session_state.config import ENV_FLAG, FLAG, OPTIONS
+from vllm_omni_session_state.omni import survey
+
+GROUP = "vllm_omni.general_plugins"
+ENTRY_POINT = "vllm_omni_session_state.plugin:register"
+DISTRIBUTION = "vllm-omni-session-state"
+ALLOWED = "VLLM_PLUGINS"
+
+IN_ORDER, PROBLEMS, COULD_NOT_LOOK = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """This plugin, as the host will find it.
+
+    Attributes:
+        version: Of the installed distribution; ``None`` where there is none.
+        name: Of the entry point that the host finds; ``None`` where it finds none.
+        allowed: Whether ``VLLM_PLUGINS`` lets the host load it.
+    """
+
+    version: str | None
+    name: str | None
+    allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The settings of one stage.
+
+    Attributes:
+        stage_id: As in the deploy config; ``None`` where none was named: what the environment says.
+        on: Whether the flag is on.
+        settings: Each with where it came from.
+        budgets: What its worker will say of its budgets; ``None`` where that cannot be told here.
+    """
+
+    stage_id: object
+    on: bool
+    settings: tuple[origins.Origin, ...]
+    budgets: str | None
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        plugin: As the host will find it.
+        host: The versions of its packages.
+        seams: Each as it was looked at; empty where the host cannot be imported.
+        stages: Their settings.
+        deploy_config: The file that was named.
+        problems: What will not work as asked, and the remedy.
+        unseen: Why something could not be looked at.
+        notes: What is as it may be, and good to know.
+    """
+
+    plugin: Plugin
+    host: list[survey.Version]
+    deploy_config: str | None
+    seams: list[survey.Look] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """The exit status; not having been able to look outweighs what was seen."""
+        return COULD_NOT_LOOK if self.unseen else PROBLEMS if self.problems else IN_ORDER
+
+    @property
+    def on(self) -> bool:
+        """Whether a stage has the flag on."""
+        return any(stage.on for stage in self.stages)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for scripts."""
+        return {
+            "status": self.status,
+            "on": self.on,
+            "problems": self.problems,
+            "unseen": self.unseen,
+            "notes": self.notes,
+            "plugin": asdict(self.plugin),
+            "host": [{**asdict(version), "known": version.known} for version in self.host],
+            "seams": [asdict(look) for look in self.seams],
+            "deploy_config": self.deploy_config,
+            "stages": [
+                {
+                    "stage_id": stage.stage_id,
+                    "on": stage.on,
+                    "budgets": stage.budgets,
+                    "settings": [
+                        {**asdict(origin), "value": _plain(origin.value)} for origin in stage.settings
+                    ],
+                }
+                for stage in self.stages
+            ],
+        }
+
+
+def examine(*, deploy_config: str | None = None) -> Report:
+    """Look at everything.
+
+    Args:
+        deploy_config: The deploy YAML that is served with.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what the host has to say, it says when it serves
+    report = Report(_plugin(), survey.versions(), deploy_config)
+    _judge_plugin(report)
+    _look_at_host(report)
+    _look_at_settings(report)
+    if report.stages and not report.on:
+        elsewhere = (
+            "" if deploy_config else ", unless a stage of a deploy YAML says otherwise (--deploy-config)"
+        )
+        report.notes.append(
+            f"the flag is off{elsewhere}: every model keeps its own session state. "
+            f"To turn it on, set {ENV_FLAG}=1, or {FLAG}: true in the stage"
+        )
+    return report
+
+
+def _plugin() -> Plugin:
+    try:
+        version = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        version = None
+    names = [entry.name for entry in metadata.entry_points(group=GROUP) if entry.value == ENTRY_POINT]
+    name = names[0] if names else None
+    named = os.environ.get(ALLOWED)
+    return Plugin(version, name, allowed=named is None or name in named.split(","))
+
+
+def _judge_plugin(report: Report) -> None:
+    if report.plugin.name is None:
+        report.problems.append(
+            f"vLLM-Omni does not find the plugin: {sys.prefix} has no entry point {ENTRY_POINT} in {GROUP}. "
+            f"Install {DISTRIBUTION} with the pip of this Python"
+        )
+    elif not report.plugin.allowed:
+        report.problems.append(
+            f"vLLM-Omni does not load the plugin: {ALLOWED}={os.environ[ALLOWED]!r} does not name "
+            f"{report.plugin.name}. Add it to the list, without spaces, or unset the variable"
+        )
+
+
+def _look_at_host(report: Report) -> None:
+    missing = [version.package for version in report.host if version.installed is None]
+    if missing:
+        wanted = ", ".join(f"{name} {survey.TESTED[name]}" for name in missing)
+        report.unseen.append(
+            f"the host is not there: {', '.join(missing)} cannot be found by {sys.executable}. "
+            f"This was tested with {wanted}; run the command with the Python that serves"
+        )
+        return
+    failure = survey.import_host()
+    if failure is not None:
+        report.unseen.append(f"the host cannot be imported: {failure}")
+        return
+    for version in report.host:
+        if not version.known:
+            found = version.installed or "of an unknown version"
+            report.notes.append(
+                f"{version.package} {found} is not the one that this was tested with ({version.tested}); "
+                "what counts are the seams"
+            )
+    report.seams = survey.survey()
+    for look in report.seams:
+        if not look.ok:
+            report.problems.append(
+                f"a seam is not as expected: {look.place}: expected {look.expected}, found {look.found}; "
+                f"{look.otherwise}. Take a vLLM-Omni that this was tested with ({survey.TESTED['vllm_omni']})"
+            )
+
+
+def _look_at_settings(report: Report) -> None:
+    written: Mapping[str, Any] = {"stages": [{}]}
+    if report.deploy_config is not None:
+        if not report.seams:
+            report.unseen.append(f"without the host {report.deploy_config} cannot be read")
+            return
+        try:
+            written = survey.read_deploy_config(report.deploy_config)
+        except ValueError as error:
+            report.unseen.append(str(error))
+            return
+    _judge_places(report, written)
+    heard: dict[str, None] = {}
+    for stage in written["stages"]:
+        held = {**stage, **(stage.get("engine_args") or {})}
+        flag, options = held.get(FLAG), config.options_of(SimpleNamespace(**held))
+        found, complaints = origins.origins(flag, os.environ, options=options)
+        settings, _ = config.resolve(flag, os.environ, options=options)
+        heard.update((str(complaint), None) for complaint in complaints)
+        budgets = None
+        try:
+            budgets, ignored = survey.ignored(settings)
+            heard.update(dict.fromkeys(ignored))
+        except Exception as error:  # noqa: BLE001 - a per cent of a memory that is not there
+            report.notes.append(f"the budgets cannot be worked out here: {type(error).__name__}: {error}")
+        report.stages.append(Stage(stage.get("stage_id"), settings.enabled, found, budgets))
+    for name, meant in origins.unread(os.environ).items():
+        heard[f"{name} is no setting and is not read" + (f"; do you mean {meant}?" if meant else "")] = None
+    report.problems += heard
+
+
+def _judge_places(report: Report, written: Mapping[str, Any]) -> None:
+    """Say what stands where the host drops it without a word."""
+    key = OPTIONS.rpartition(".")[2]
+    for name, home in ((FLAG, "a stage"), (key, "a stage's model_config")):
+        if name in written:
+            report.problems.append(f"{name} at the top of the deploy YAML has no effect: write it in {home}")
+    for stage in written["stages"]:
+        where = f"stage {stage.get('stage_id')}"
+        if isinstance(stage.get("model_config"), Mapping) and FLAG in stage["model_config"]:
+            report.problems.append(f"{FLAG} in the model_config of {where} has no effect: write it beside it")
+        if key in stage:
+            report.problems.append(f"{key} of {where} has no effect: write it in the stage's model_config")
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
