@@ -41,6 +41,7 @@ from vllm_omni_session_state.parking import (
 )
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
 from vllm_omni_session_state.tiers.host import HostTier, Parcel
@@ -60,6 +61,7 @@ class Cascade:
         exchange: How the ranks tell each other; ``None`` where there is one.
 
     Attributes:
+        spiller: Moves older items of a session's lists to the disk, where there is one.
         declaration: What the model declared of one session.
     """
 
@@ -74,6 +76,7 @@ class Cascade:
     ) -> None:
         self.host = host
         self.disk = disk
+        self.spiller = None if disk is None else Spiller(disk)
         self.max_parked = max_parked
         self.declaration: Declaration | None = None
         self._exchange = exchange
@@ -84,10 +87,10 @@ class Cascade:
         """Whether there is a tier at all."""
         return self.host is not None or self.disk is not None
 
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes of the files on the disk."""
-        return 0 if self.disk is None else self.disk.nbytes
+    def figures(self) -> dict[str, int]:
+        """Bytes of the files on the disk, and of these what sessions have spilled."""
+        spilled = 0 if self.spiller is None else self.spiller.nbytes
+        return {"disk_nbytes": 0 if self.disk is None else self.disk.nbytes, "spilled_nbytes": spilled}
 
     @property
     def on_host(self) -> frozenset[str]:

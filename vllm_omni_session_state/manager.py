@@ -32,7 +32,6 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.room import Room
 from vllm_omni_session_state.session import Declaration, SessionState
-from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
@@ -84,7 +83,6 @@ class SessionStateManager:
             device_budget=device_budget,
             on_lost=on_lost,
         )
-        self.spiller = None if disk is None else Spiller(disk)
         self.declaration = declaration
         self._glances: dict[str, Glance | None] = {}  # of what is outside, by its name
 
@@ -324,13 +322,10 @@ class SessionStateManager:
             Apart from these: ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``,
             ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by somebody),
             ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and of these
-            ``disk_sessions``, ``disk_nbytes`` (of their files), ``parks``, ``restores``, and one
-            ``lost:<reason>`` for each reason for which somebody was lost.
+            ``disk_sessions``, ``disk_nbytes`` (of all files) and of these ``spilled_nbytes``, ``parks``,
+            ``restores``, and one ``lost:<reason>`` for each reason for which somebody was lost.
         """
-        figures = self._table.figures()
-        spilled = 0 if self.spiller is None else self.spiller.nbytes
-        disk = {"disk_nbytes": self.cascade.disk_nbytes, "spilled_nbytes": spilled}
-        return {"max_sessions": self.room.max_sessions, **figures, **disk}
+        return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once, as of their last settlement."""

@@ -184,7 +184,7 @@ def test_after_a_decode_the_chunks_are_out_of_memory_again(rollouts):
 
 def test_a_disk_that_is_full_costs_no_step_and_no_chunk(rollouts, monkeypatch, caplog):
     forget_said()
-    monkeypatch.setattr(rollouts.manager.spiller._tier, "budget", 1000)
+    monkeypatch.setattr(rollouts.manager.cascade.spiller._tier, "budget", 1000)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         rollouts.steps(3 * FEW)
     rollouts.is_whole()
@@ -278,7 +278,7 @@ def test_a_setting_that_cannot_be_followed_is_said_once_and_ignored(tmp_path, ca
         "video_latents=spill needs disk.path and disk.budget",
         "video_latents=spill needs a vLLM-Omni whose decode reads through get_concate",
     ]
-    assert policy_of("spill", with_disk, DreamZeroPipeline).spiller is with_disk.spiller
+    assert policy_of("spill", with_disk, DreamZeroPipeline).spiller is with_disk.cascade.spiller
     assert policy_of("keep", with_disk, DreamZeroPipeline) == latents.Policy()
     assert policy_of(7, without, DreamZeroPipeline) == latents.Policy(last=7)
     disk.close()

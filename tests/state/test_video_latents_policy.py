@@ -23,7 +23,7 @@ class Walked:
     def __init__(self, monkeypatch, *, disk=None, last=None):
         declaration = Declaration(device_nbytes=1 << 20, host_fields=frozenset({FIELD}))
         self.manager = SessionStateManager(declaration=declaration, disk=disk)
-        self.policy = Policy(spiller=self.manager.spiller, last=last)
+        self.policy = Policy(spiller=self.manager.cascade.spiller, last=last)
         self.items = 0
         footprint = growth.footprint
 

@@ -60,7 +60,7 @@ class SpillMachine(RuleBasedStateMachine):
             patched.setattr(System, name, sabotaged(self, getattr(System, name)))
         self.disk = DiskTier(self.folder, budget=LARGE)
         self.manager = SessionStateManager(tier=HostTier(budget=LARGE), disk=self.disk)
-        self.policy = Policy(spiller=self.manager.spiller)
+        self.policy = Policy(spiller=self.manager.cascade.spiller)
         self.model = {}
 
     def teardown(self):
@@ -69,9 +69,9 @@ class SpillMachine(RuleBasedStateMachine):
                 self.fault = None
                 self.held.clear()
                 self.manager.drop_all()
-                self.manager.spiller.sweep()
-                self.manager.spiller._remove_again()
-                assert self.disk.nbytes == self.manager.spiller.nbytes == 0
+                self.manager.cascade.spiller.sweep()
+                self.manager.cascade.spiller._remove_again()
+                assert self.disk.nbytes == self.manager.cascade.spiller.nbytes == 0
                 self.disk.check()
                 self.disk.close()
 
@@ -187,7 +187,7 @@ class SpillMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         fault, self.fault = self.fault, None  # a look meets none
-        spiller = self.manager.spiller
+        spiller = self.manager.cascade.spiller
         self.manager.check()
         self.disk.check()
         sessions = [*map(self.manager.peek, self.manager.keys()), *self.held]
