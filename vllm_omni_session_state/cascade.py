@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_omni_session_state.errors import (
     CannotParkError,
     NotWritableError,
     SessionRestoreFailedError,
-    SessionStateError,
     TierFaultError,
     TierFullError,
     without_frames,
 )
 from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.exchange import Exchange, failed_somewhere
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
@@ -42,12 +42,10 @@ from vllm_omni_session_state.parking import (
 )
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
 from vllm_omni_session_state.tiers.host import HostTier, Parcel
-
-Exchange = Callable[[str | None], Sequence[str | None]]
-"""Tells all ranks what went wrong on this one, if anything; returns what each of them told, by rank."""
 
 
 class Cascade:
@@ -61,6 +59,7 @@ class Cascade:
         exchange: How the ranks tell each other; ``None`` where there is one.
 
     Attributes:
+        spiller: Moves older items of a session's lists to the disk, where there is one.
         declaration: What the model declared of one session.
     """
 
@@ -75,6 +74,7 @@ class Cascade:
     ) -> None:
         self.host = host
         self.disk = disk
+        self.spiller = None if disk is None else Spiller(disk)
         self.max_parked = max_parked
         self.declaration: Declaration | None = None
         self._exchange = exchange
@@ -85,10 +85,10 @@ class Cascade:
         """Whether there is a tier at all."""
         return self.host is not None or self.disk is not None
 
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes of the files on the disk."""
-        return 0 if self.disk is None else self.disk.nbytes
+    def figures(self) -> dict[str, int]:
+        """Bytes of the files on the disk, and of these what sessions have spilled."""
+        spilled = 0 if self.spiller is None else self.spiller.nbytes
+        return {"disk_nbytes": 0 if self.disk is None else self.disk.nbytes, "spilled_nbytes": spilled}
 
     @property
     def on_host(self) -> frozenset[str]:
@@ -162,7 +162,7 @@ class Cascade:
         except Exception as error:  # noqa: BLE001 - as above
             failed, part = without_frames(error), None
         if self._exchange is not None:
-            failed = self._failed_somewhere(self._exchange, failed)
+            failed = failed_somewhere(self._exchange, failed)
         if failed is None:
             self._discard(parked)
         elif part is not None:
@@ -318,15 +318,6 @@ class Cascade:
             except TierFaultError as error:  # noqa: PERF203 - one that stays keeps no other from going
                 self._left.append(ticket)
                 say_once(logging.WARNING, ("left", error.why), "%s. It is tried again", error)
-
-    @staticmethod
-    def _failed_somewhere(exchange: Exchange, failed: Exception | None) -> Exception | None:
-        try:
-            told = exchange(None if failed is None else f"{type(failed).__name__}: {failed}")
-        except Exception as error:  # noqa: BLE001 - a rank is gone: the session stays where it is
-            return without_frames(error)
-        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why is not None]
-        return SessionStateError("; ".join(reasons)) if reasons else None
 
 
 _SETTINGS = {Level.HOST: "host_budget", Level.DISK: "disk.budget"}

@@ -324,3 +324,17 @@ class BadFileError(TierFaultError, ValueError):
             why=why,
             remedy="its bytes are not to be trusted: close the session, and look after the disk",
         )
+
+
+class LatentsUnreadableError(SessionStateError, RuntimeError):
+    """Spilled video latents could not be read; they are where they were, and the next try may succeed.
+
+    Attributes:
+        session: The session's shown id.
+    """
+
+    def __init__(self, session: str, why: object) -> None:
+        self.session = session
+        super().__init__(
+            f"video latents of session {session} cannot be read back: {why}. Decode again, or clear them"
+        )

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from vllm_omni_session_state.cascade import Cascade, Exchange
+from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.exchange import Exchange
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.glance import Glance, is_plain, items_of
 from vllm_omni_session_state.growth import Pile
@@ -285,11 +286,10 @@ class SessionStateManager:
             Apart from these: ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``,
             ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by somebody),
             ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and of these
-            ``disk_sessions``, ``disk_nbytes`` (of their files), ``parks``, ``restores``, and one
-            ``lost:<reason>`` for each reason for which somebody was lost.
+            ``disk_sessions``, ``disk_nbytes`` (of all files) and of these ``spilled_nbytes``, ``parks``,
+            ``restores``, and one ``lost:<reason>`` for each reason for which somebody was lost.
         """
-        figures = self._table.figures()
-        return {"max_sessions": self.room.max_sessions, **figures, "disk_nbytes": self.cascade.disk_nbytes}
+        return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once, as of their last settlement."""

@@ -14,6 +14,7 @@ from vllm_omni_session_state.errors import (
     IdentityMismatchError,
     NotAllocatedError,
 )
+from vllm_omni_session_state.segments import Segment, Segments
 
 ItemT = TypeVar("ItemT")
 """A frame or a chunk: a pixel array, a latent tensor."""
@@ -28,11 +29,15 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
     Its content lives in one container that the object owns and hands out (``container``), because a
     model's code appends to it, slices it and passes it to ``torch.cat``, which takes only a real list (or
     one of a subclass) or tuple.
+
+    Its older items may be elsewhere, in segments; then all that is said here of its content is said of
+    the others. Segments survive a payload's going and coming, and go with a reset or with other content.
     """
 
     def __init__(self) -> None:
         self._items: Chunks[ItemT] | deque[ItemT] | None = None
         self._maxlen: int | None = None
+        self._segments = Segments()
 
     def allocate(self, *, maxlen: int | None = None) -> None:
         """Empty the buffer.
@@ -61,6 +66,7 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
         last = self.growing
         self._items = Chunks(items) if maxlen is None else deque(items, maxlen=maxlen)
         self._maxlen = maxlen
+        self._segments.keep(self._items)
         if last is not None and self.growing is not None:
             self.growing.succeed(last)
 
@@ -92,6 +98,36 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
             NotAllocatedError: Before ``allocate()``.
         """
         self.container.extend(payloads)
+
+    def move_out(self, segment: Segment) -> None:
+        """Hold a segment in place of the oldest items, which are in it.
+
+        Args:
+            segment: Of fewer items than the list of this append buffer has.
+        """
+        items = self.growing
+        assert items is not None, "a ring has no segments"
+        assert segment.count < len(items), "the newest item stays: by it the model's list is known again"
+        self._segments.keep(items)
+        del items[: segment.count]
+        self._segments.add(segment, items)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Where the items are that came before those in the container; oldest first."""
+        return [] if self._items is None else self._segments.before(self._items)
+
+    def whole(self) -> list[ItemT]:
+        """All items, oldest first, as a new list; those in segments are read and not kept.
+
+        Raises:
+            NotAllocatedError: Before ``allocate()``.
+            Exception: As ``Segment.read()``.
+        """
+        items: list[ItemT] = []
+        for segment in self.segments:
+            items += segment.read()
+        return items + list(self.container)
 
     def view(self, *, include_staged: bool = True) -> list[ItemT]:
         """The items, oldest first, as a new list; a staged item stands where a commit would put it."""
@@ -128,13 +164,22 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
             raise BadPayloadError(kind, f"'items' is a {type(items).__name__}, not a list")
         if maxlen is not None and (type(maxlen) is not int or maxlen < max(1, len(items))):
             raise BadPayloadError(kind, f"maxlen={maxlen!r} cannot hold {len(items)} items")
+        self._segments.arrive(items)
         self.replace(items, maxlen=maxlen)
 
     def _write(self, payload: ItemT) -> None:
         self.container.append(payload)
 
     def _release(self) -> None:
+        if self._items is not None:
+            self._segments.keep(self._items)
+            self._segments.leave()
         self._items = None
+
+    def reset(self) -> None:
+        """Back to the unallocated state, without segments."""
+        super().reset()
+        self._segments.drop()
 
 
 class EncodeOnceKV(StateObject[EncodedT, EncodedT], Generic[EncodedT]):

@@ -97,6 +97,21 @@ def hook_that_attaches_twice():
         DiffusersPipelineLoader.load_model = once
 
 
+def decode_of_what_is_in_memory_alone():
+    return patched(dreamzero, "whole", lambda session: session)
+
+
+def assigned_list_in_a_new_buffer():
+    """What was spilled stays with the buffer that was."""
+
+    def __set__(self: Any, obj: Any, value: Any) -> None:  # noqa: N807 - it replaces one
+        buffer: LatentBuffer[Any] = LatentBuffer()
+        buffer.replace(value, maxlen=getattr(value, "maxlen", None))
+        obj._session.put(self.name, buffer)
+
+    return patched(dreamzero.BufferField, "__set__", __set__)
+
+
 MUTANTS = (
     view_keyed_to_the_wrong_session,
     buffer_setter_shares_the_callers_list,
@@ -106,4 +121,6 @@ MUTANTS = (
     drop_that_forgets,
     reset_that_skips_an_attribute,
     hook_that_attaches_twice,
+    decode_of_what_is_in_memory_alone,
+    assigned_list_in_a_new_buffer,
 )

@@ -1,16 +1,21 @@
 """The suite can fail: each mistake that the plugin could make is caught by a test of this folder."""
 
 import logging
+import tempfile
 
 import mutants
 import pytest
 import test_session_state_equivalence as equivalence
 import test_state_fields as fields
+import torch
 from lockstep import Lockstep
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.dreamzero import view_of
+from vllm_omni_session_state.adapters.latents import Policy
 from vllm_omni_session_state.plugin import register
+from vllm_omni_session_state.spill import SEGMENT, Spiller
+from vllm_omni_session_state.tiers.disk import DiskTier
 
 pytestmark = pytest.mark.host
 
@@ -29,6 +34,30 @@ def test_one_load_attaches_once(load_managed, caplog):
     attaches_once(load_managed, caplog)
 
 
+def reads_what_was_spilled(session, view):
+    """Also after the model's window was full, and nothing after a clear."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = DiskTier(folder, budget=1 << 20)
+        policy = Policy(spiller=Spiller(disk))
+        chunks = [torch.full((1, 2, 1, 1, 1), float(n)) for n in range(SEGMENT + 3)]
+        for chunk in chunks:
+            view.append_video_latents(chunk.transpose(1, 2))
+            policy.after_forward(session)
+        assert disk.nbytes > 0
+        for _ in range(2):
+            assert len(view.video_latents_across_time) == 3
+            assert torch.equal(view.get_concatenated_video_latents(), torch.cat(chunks, dim=2))
+            view.reset_inference_state()
+        view.clear_video_latents()
+        assert view.get_concatenated_video_latents() is None
+        assert disk.nbytes == 0
+        disk.close()
+
+
+def test_what_was_spilled_is_read(session, view):
+    reads_what_was_spilled(session, view)
+
+
 EVERYTHING_EQUAL = equivalence.test_every_output_and_field_is_equal_through_all_that_can_happen
 CAUGHT_BY = {
     mutants.view_keyed_to_the_wrong_session: EVERYTHING_EQUAL,
@@ -39,6 +68,8 @@ CAUGHT_BY = {
     mutants.drop_that_forgets: fields.test_after_close_every_storage_of_the_session_is_dead,
     mutants.reset_that_skips_an_attribute: fields.test_reset_leaves_no_field_behind,
     mutants.hook_that_attaches_twice: attaches_once,
+    mutants.decode_of_what_is_in_memory_alone: reads_what_was_spilled,
+    mutants.assigned_list_in_a_new_buffer: reads_what_was_spilled,
 }
 
 

@@ -35,11 +35,10 @@ def planned(cache, reserved):
 
 def test_with_a_device_budget_what_is_not_reserved_is_the_pools(dreamzero_checkpoint, caplog):
     caplog.set_level(logging.INFO, logger="vllm_omni.session_state")
-    with load(
-        dreamzero_checkpoint, exact=False, host_budget="1GiB", device_budget=3 * MODEL_OWNED_BYTES
-    ) as model:
+    budget = 3 * MODEL_OWNED_BYTES
+    with load(dreamzero_checkpoint, exact=False, host_budget="1GiB", device_budget=budget) as model:
         cache = model.runner.kv_cache
-        reserved = capacity.reserve(MODEL_OWNED_BYTES, 3 * MODEL_OWNED_BYTES, kv_nbytes=kv.most_nbytes(cache))
+        reserved = capacity.reserve(MODEL_OWNED_BYTES, budget, kv_nbytes=kv.most_nbytes(cache))
         assert reserved == 5 * MODEL_OWNED_BYTES + kv.most_nbytes(cache)
         assert cache.model_owned_state_reserved_bytes == 0
         assert model.capacity == min(64, planned(cache, reserved)) > 12

@@ -41,7 +41,7 @@ def untouched(pipeline):
 
 
 def test_a_raising_adapter_leaves_the_pipeline_as_it_was_loaded(monkeypatch, caplog):
-    def attach(pipeline, manager, patches):
+    def attach(pipeline, manager, patches, *, video_latents):
         patches.set(pipeline, "state", "half done")
         patches.set(pipeline, "_memory_manager", manager)
         raise RuntimeError("no such tensor")
@@ -79,7 +79,7 @@ def test_a_host_without_the_flags_field_is_told_the_variable(caplog):
 
 def test_a_host_without_the_flags_field_can_be_turned_on_by_the_variable(monkeypatch, caplog):
     given = []
-    monkeypatch.setattr(dreamzero, "attach", lambda pipeline, manager, patches: given.append(manager))
+    monkeypatch.setattr(dreamzero, "attach", lambda pipeline, manager, patches, **_: given.append(manager))
     monkeypatch.setenv(ENV_FLAG, "1")
     load(DreamZeroPipeline(), OldConfig())
     assert len(given) == 1

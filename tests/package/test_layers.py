@@ -13,9 +13,9 @@ ROWS = (
     ("__init__", "testing", "cli", "plugin"),
     ("omni",),
     ("adapters",),
-    ("table", "settlement", "cascade", "room", "manager"),
-    ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "parking", "lease"),
-    ("contract", "objects", "paged", "session", "listing"),
+    ("table", "settlement", "exchange", "cascade", "room", "manager"),
+    ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "spill", "parking", "lease"),
+    ("contract", "segments", "objects", "paged", "session", "listing"),
     (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
         *("ledger", "accounts", "order"),

@@ -1,7 +1,7 @@
 """Where each supported model keeps its session state: one file a model.
 
-An adapter is a module with ``attach(pipeline, manager, patches)``. It says where fields live and nothing
-else; the model's logic stays the host's.
+An adapter is a module with ``attach(pipeline, manager, patches, *, video_latents)``. It says where fields
+live and nothing else; the model's logic stays the host's.
 """
 
 from __future__ import annotations

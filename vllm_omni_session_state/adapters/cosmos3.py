@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_omni_session_state.adapters.patches import Patches
+from vllm_omni_session_state.config import VideoLatents
 from vllm_omni_session_state.errors import SeamMismatchError
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.ids import session_key
@@ -198,13 +199,20 @@ def _described(value: object) -> str:
     return repr(value)
 
 
-def attach(pipeline: Pipeline, manager: SessionStateManager, patches: Patches) -> None:
+def attach(
+    pipeline: Pipeline,
+    manager: SessionStateManager,
+    patches: Patches,
+    *,
+    video_latents: VideoLatents,  # noqa: ARG001 - it keeps none
+) -> None:
     """Give ``pipeline`` manager-backed session state.
 
     Args:
         pipeline: The loaded ``Cosmos3OmniDiffusersPipeline``.
         manager: Owner of its sessions.
         patches: Takes note of each attribute that is set, so that all can be taken back together.
+        video_latents: Of no use here: this model keeps none for later.
 
     Raises:
         SeamMismatchError: If its transformer does not keep its cache where this adapter looks.

@@ -18,7 +18,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from vllm_omni_session_state.adapters.latents import Policy, policy_of, whole
 from vllm_omni_session_state.adapters.patches import Patches
+from vllm_omni_session_state.config import VideoLatents
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.ids import session_key
 from vllm_omni_session_state.manager import SessionStateManager
@@ -126,6 +128,23 @@ class DreamZeroFields:
         """Latent frames of encoder output that are kept; the host refuses to read more."""
         return self._vae_encoder_window
 
+    def get_concatenated_video_latents(self) -> torch.Tensor | None:
+        """The host's method of this name, over all chunks, wherever they are.
+
+        Raises:
+            LatentsUnreadableError: If some on the disk cannot be read; nothing has changed.
+        """
+        view = self._over(whole(self._session))
+        return super(DreamZeroFields, view).get_concatenated_video_latents()  # type: ignore[misc, no-any-return]
+
+    def _over(self, session: SessionState) -> DreamZeroFields:
+        """A view like this one over that session."""
+        if session is self._session:
+            return self
+        view = type(self).__new__(type(self))
+        vars(view).update(vars(self), _session=session)
+        return view
+
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self._homes:
             _declare(type(self), name)
@@ -203,10 +222,13 @@ class DreamZeroAdapter:
     lets go of a model to load it again must get the weights' memory back at once.
     """
 
-    def __init__(self, pipeline: Pipeline, manager: SessionStateManager, host_state: type) -> None:
+    def __init__(
+        self, pipeline: Pipeline, manager: SessionStateManager, host_state: type, latents: Policy
+    ) -> None:
         self._pipeline = weakref.ref(pipeline)
         self._manager = manager
         self._host_state = host_state
+        self._latents = latents
         self._window = int(pipeline.num_frame_per_block)
         self._only_existing = False
 
@@ -230,11 +252,10 @@ class DreamZeroAdapter:
     def bind(self, session_id: str, state: object) -> Iterator[None]:
         """The host's ``bind_ar_diffusion_state``: one forward, for which the session is leased."""
         pipeline = self._host()
-        with (
-            self._manager.lease(session_id),
-            type(pipeline).bind_ar_diffusion_state(pipeline, session_id, state),
-        ):
-            yield
+        with self._manager.lease(session_id) as session:
+            with type(pipeline).bind_ar_diffusion_state(pipeline, session_id, state):
+                yield
+            self._latents.after_forward(session)
         # The encoder keeps the lists that it worked on: one whole feature map that is no session's.
         self._manager.charge_outside(OUTSIDE, getattr(pipeline.vae, "_enc_feat_map", None))
 
@@ -265,7 +286,8 @@ class DreamZeroAdapter:
     def _looking(self, session_id: str | None) -> Iterator[None]:
         """Lease a session that is there; one that is not there is not made."""
         if session_id in self._manager:
-            with self._manager.lease(session_id):
+            with self._manager.lease(session_id) as session:
+                self._latents.trim(session)
                 yield
             return
         self._only_existing = True
@@ -275,20 +297,24 @@ class DreamZeroAdapter:
             self._only_existing = False
 
 
-def attach(pipeline: Pipeline, manager: SessionStateManager, patches: Patches) -> None:
+def attach(
+    pipeline: Pipeline, manager: SessionStateManager, patches: Patches, *, video_latents: VideoLatents
+) -> None:
     """Give ``pipeline`` manager-backed session state.
 
     Args:
         pipeline: The loaded ``DreamZeroPipeline``.
         manager: Owner of its sessions.
         patches: Takes note of each attribute that is set, so that all can be taken back together.
+        video_latents: What becomes of older chunks of video latents.
     """
     from vllm_omni.diffusion.models.dreamzero.state_dreamzero import DreamZeroState  # noqa: PLC0415
 
     declared = getattr(sys.modules.get(HOST_MODULE), DECLARED, None)
     if declared is not None:
         manager.declaration = Declaration(device_nbytes=int(declared), host_fields=HOST_FIELDS)
-    adapter = DreamZeroAdapter(pipeline, manager, DreamZeroState)
+    latents = policy_of(video_latents, manager, type(pipeline))
+    adapter = DreamZeroAdapter(pipeline, manager, DreamZeroState, latents)
     patches.set(pipeline, "_memory_manager", manager)
     patches.set(pipeline, "_states", OrderedDict())
     patches.set(pipeline, "_get_or_create_state", adapter.get_or_create_state)

@@ -106,7 +106,7 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     manager.room.sizes_pool = has_budget and settings.kv_pool == "budget"
     patches = Patches()
     try:
-        adapter.attach(pipeline, manager, patches)
+        adapter.attach(pipeline, manager, patches, video_latents=settings.video_latents)
         rpc.install()
     except BaseException:
         patches.undo()

@@ -14,7 +14,7 @@ from vllm_omni_session_state.errors import TierFaultError
 from vllm_omni_session_state.events import say_once
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.cascade import Exchange
+    from vllm_omni_session_state.exchange import Exchange
     from vllm_omni_session_state.tiers.disk import DiskTier
 
 

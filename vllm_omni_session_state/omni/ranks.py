@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from vllm_omni_session_state.cascade import Exchange
+from vllm_omni_session_state.exchange import Exchange
 from vllm_omni_session_state.omni import seams
 
 
