@@ -102,6 +102,12 @@ class Cascade:
             return None
         return 0 if self.declaration is None else self.declaration.device_nbytes
 
+    @property
+    def parked_nbytes(self) -> int | None:
+        """The same of one that is parked, which has its part of an engine's pool with it."""
+        declared = self.declared_nbytes
+        return declared and declared + (0 if self.declaration is None else self.declaration.engine_nbytes)
+
     def down(self, seat: Seat) -> Exception | None:
         """Park a session that was taken from the order; returns what refused it, or ``None``."""
         table, session = self._table, seat.session
@@ -269,7 +275,7 @@ class Cascade:
 
     def _agree(self, level: Level, budget: int, count: int) -> None:
         """Refuse by declared sizes what every rank would refuse."""
-        wanted = self.declared_nbytes
+        wanted = self.parked_nbytes
         room = budget if wanted is None else max(0, budget - count * wanted)
         if wanted is not None and wanted > room:
             raise TierFullError(level.value, wanted=wanted, room=room, setting=_SETTINGS[level])

@@ -12,6 +12,7 @@ are the host's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -55,7 +56,7 @@ def _wrap(runner: Any) -> None:
         if manager is None:
             return find(self, session_id)
         if manager.room.pool is None:
-            manager.room.pool = RunnerPool(self)
+            _open_pool(self, manager)
         manager.prepare(session_id)
         state = find(self, session_id)
         _join(self, manager, session_id, state)
@@ -130,6 +131,17 @@ class RunnerPool:
         """Whether a session has a place or can have one now."""
         runner = self._runner()
         return runner is None or self.holds(key) or len(runner._sessions) < runner._session_capacity
+
+
+def _open_pool(runner: Any, manager: SessionStateManager) -> None:
+    """Have the manager know the pool: its places, and how much of it a session may hold."""
+    manager.room.pool = RunnerPool(runner)
+    try:
+        if manager.declaration is not None:
+            nbytes = kv.most_nbytes(runner.kv_cache)
+            manager.declaration = dataclasses.replace(manager.declaration, engine_nbytes=nbytes)
+    except SeamMismatchError:
+        pass  # then its KV does not join, and that is said
 
 
 def _join(runner: Any, manager: SessionStateManager, session_id: str, state: Any) -> None:
