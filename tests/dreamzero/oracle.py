@@ -11,6 +11,7 @@ import torch
 ONE_TENSOR = ("clip_feas", "ys", "language", "prompt_embeds", "vae_pending_body_frames")
 COUNTERS = ("call_count", "current_start_frame", "vae_stream_initialized")
 BUFFERS = ("stitched_buffer", "video_latents_across_time", "vae_encoder_out")
+ENGINE = "engine_kv"
 ON_HOST = ("stitched_buffer", "video_latents_across_time")
 
 
@@ -18,7 +19,7 @@ def values(session, *, without=()):
     """Every tensor and array of a session, one by one."""
     known = {*ONE_TENSOR, *COUNTERS, "vae_enc_feat_map"}
     assert set(session.attrs) <= known, f"the oracle does not know {set(session.attrs) - known}"
-    assert set(session.objects) <= set(BUFFERS)
+    assert set(session.objects) <= {*BUFFERS, ENGINE}
     for name in ONE_TENSOR:
         if session.attrs.get(name) is not None and name not in without:
             yield session.attrs[name]
@@ -27,10 +28,27 @@ def values(session, *, without=()):
         buffer = session.get(name)
         if buffer is not None and buffer.resident and name not in without:
             yield from buffer.container
+    if ENGINE in session.objects and session.get(ENGINE).resident and ENGINE not in without:
+        yield from of_engine(session.get(ENGINE).view())
+
+
+def of_engine(state):
+    """The engine's own blocks of a session, each as an extent of the pool, and its cross-attention tensors."""
+    cache = state.kv_cache
+    for adapter in state.adapters.values():
+        for block in cache.block_table(adapter):
+            for layer in range(cache.num_layers):
+                for page in (cache.key_cache(layer)[block], cache.value_cache(layer)[block]):
+                    yield page.data_ptr(), page.numel() * page.element_size()
+    for branches in cache._cross_sessions.get(state.session_id, {}).values():
+        for keys, values in branches.values():
+            yield from (*keys, *values)
 
 
 def extent(value):
     """First address and length of the memory that a tensor or an array keeps alive."""
+    if isinstance(value, tuple):
+        return value
     if isinstance(value, torch.Tensor):
         assert value.device.type == "cpu"
         return value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()
