@@ -19,7 +19,7 @@ from typing import Literal
 
 from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
-from vllm_omni_session_state.errors import SessionParkedError, SessionStateLostError
+from vllm_omni_session_state.errors import NoRoomError, SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.exchange import Exchange
 from vllm_omni_session_state.footprint import footprint
@@ -142,9 +142,11 @@ class SessionStateManager:
         key = session_key(session_id)
         with self._table.lock:
             seat = self._table.arrived(key)
-            ready = seat is not None and seat.parked is None
-        self.room.make_place(key)
-        if not ready:
+            parked = seat is not None and seat.parked is not None
+        why = None if parked else self.room.make_place(key)
+        if why is not None and self.room.loses_nobody:
+            raise NoRoomError(why)  # else it is the engine that drops its oldest session
+        if parked or seat is None:
             self._end_lease(self._find(key, lease=True, count=False))
 
     def park(self, session_id: str | None) -> bool:

@@ -106,7 +106,7 @@ class Room:
             if refused is None:
                 return
             why = str(refused)
-        if self.on_lost == "error" or self.cascade.disk is not None:
+        if self.loses_nobody:
             raise NoRoomError(why)
         reason = Reason.TIER_FULL if self.cascade else Reason.COUNT
         key = self._table.lose_oldest(reason)
@@ -118,16 +118,20 @@ class Room:
                 why,
             )
 
-    def make_place(self, key: str) -> None:
+    @property
+    def loses_nobody(self) -> bool:
+        """Whether a new session is refused rather than another one lost."""
+        return self.on_lost == "error" or self.cascade.disk is not None
+
+    def make_place(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
 
-        Raises:
-            NoRoomError: If none can be parked, and ``on_lost`` is ``"error"`` or there is a disk to keep
-                sessions on. Else it is the engine that drops its oldest one.
+        Returns:
+            Why it has none; ``None`` if it has one.
         """
         pool, tried = self.pool, set[str]()
         if pool is None or not self.cascade or pool.has_place(key):
-            return
+            return None
         why = f"{pool.places} sessions have their KV in the engine's pool, and all of them are in use"
         while not pool.has_place(key):
             with self._table.lock:
@@ -137,12 +141,11 @@ class Room:
                     tried.add(seat.session.key)
                     self._take(seat)
             if seat is None:
-                if self.on_lost == "error" or self.cascade.disk is not None:
-                    raise NoRoomError(why)
-                return
+                return why
             refused = self.cascade.down(seat)
             if refused is not None:
                 why = str(refused)
+        return None
 
     def enforce(self) -> None:
         """Park idle sessions until the rest fits the budget, each asked at most once. Never raises."""

@@ -33,7 +33,7 @@ def values(session, *, without=()):
 
 
 def of_engine(state):
-    """The engine's own blocks of a session, each as an extent of the pool, and its cross-attention tensors."""
+    """The engine's own blocks of a session, each an extent of the pool, and its cross-attention tensors."""
     cache = state.kv_cache
     for adapter in state.adapters.values():
         for block in cache.block_table(adapter):

@@ -53,7 +53,9 @@ class Driver:
         for entry, key in zip(self.manager.listing(), self.manager.keys(), strict=True):
             session = self.manager.peek(key)
             assert entry.nbytes == {"cpu": oracle.reached(oracle.values(session))}
-            assert entry.device_nbytes == oracle.reached(oracle.values(session, without=(*oracle.ON_HOST, oracle.ENGINE)))
+            assert entry.device_nbytes == oracle.reached(
+                oracle.values(session, without=(*oracle.ON_HOST, oracle.ENGINE))
+            )
         self.manager.check()
 
     def is_nothing(self):

@@ -138,7 +138,7 @@ def test_a_session_on_the_disk_costs_no_memory_at_all(disk):
     assert places(manager) == {"a": "disk"}
     assert watch.alive() == ()
     assert manager.stats()["total_nbytes"] == 0
-    assert manager.cascade.disk_nbytes > SIZE
+    assert disk.nbytes > SIZE
 
 
 def test_without_host_memory_sessions_go_to_the_disk_at_once(disk):

@@ -9,6 +9,7 @@ from profiles import count
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.errors import NoRoomError
+from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.tiers.host import HostTier
 
@@ -82,6 +83,7 @@ def test_a_victim_is_judged_by_what_would_really_go():
 
 
 def test_a_storage_that_lives_on_outside_is_named_and_comes_back_as_itself(caplog):
+    forget_said()
     manager = SessionStateManager(max_sessions=1, tier=HostTier(budget=1 << 20))
     outside = torch.ones(SIZE, dtype=torch.uint8)
     with manager.lease("a") as session:
