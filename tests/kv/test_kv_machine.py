@@ -290,5 +290,5 @@ class broken:  # noqa: N801 - reads as a statement
         delattr(self.pool, self.name)
 
 
-KVMachine.TestCase.settings = sized(1600, stateful_step_count=50)
+KVMachine.TestCase.settings = sized(1200, stateful_step_count=50)
 TestKVMachine = KVMachine.TestCase

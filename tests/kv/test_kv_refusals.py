@@ -214,3 +214,17 @@ def test_a_table_with_a_gap_is_refused(monkeypatch):
     assert pool.null_block_id in pool.block_table(rollout.state.adapters["positive"])
     with pytest.raises(SeamMismatchError, match="no null block"):
         kv.take_out(rollout.state)
+    assert not rollout.state._closed
+
+
+def test_a_table_that_is_short_is_refused_before_it_leaves():
+    """It could not come back: an engine that counts tokens otherwise keeps its sessions in the pool."""
+    pool = make_pool(LIKE_LINGBOT)
+    rollout = Rollout(pool, LIKE_LINGBOT, frames=3)
+    before = free(pool)
+    rollout.state.adapters["main"]._completed_chunks += 1
+    with pytest.raises(SeamMismatchError, match=f"blocks for the {4 * TOKENS} tokens"):
+        kv.take_out(rollout.state)
+    assert free(pool) == before
+    rollout.state.adapters["main"]._completed_chunks -= 1
+    rollout.check()

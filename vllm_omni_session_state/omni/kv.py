@@ -79,10 +79,13 @@ def gather(state: Any) -> dict[str, Any]:
         table = kv.block_table(adapter)
         if uncommitted := _uncommitted(kv, adapter, table):
             raise MidChunkError(shown(state.session_id), branch=name, tokens=uncommitted)
-        if kv.null_block_id in table:
-            # At a commit the engine closes the gap of an evicted chunk; as a block it would be attended to.
+        stands = int(adapter.num_computed_tokens)
+        if kv.null_block_id in table or stands != len(table) * kv.block_size:
+            # At a commit the engine closes the gap of an evicted chunk. A table that is otherwise could be
+            # taken out and not put back, or its gap would be attended to.
             where = f"{type(kv).__module__}.{type(kv).__qualname__}.block_table"
-            raise SeamMismatchError(where, expected="no null block after a commit", found=f"{table}")
+            expected = f"blocks for the {stands} tokens that are committed and no null block"
+            raise SeamMismatchError(where, expected=expected, found=f"{table}")
         branches[name] = kv_tree.branch_of(adapter, blocks=len(table), committed=state._committed[name])
         blocks += table
     keys, values = _read_blocks(kv, blocks)
