@@ -62,6 +62,21 @@ def test_a_pool_for_three_serves_them_all_bit_for_bit(alone, model):
     assert pool.manager.block_pool.get_num_free_blocks() == pool.manager.block_pool.num_gpu_blocks - 1
 
 
+def test_a_session_that_its_manager_lost_starts_over_from_nothing_also_in_the_engine(alone, model):
+    """The cap takes it out of the table alone; its KV must not be another rollout's beginning."""
+    manager = model.pipeline._memory_manager
+    manager.room.max_sessions = 1
+    for round_ in range(3):
+        step(model, "robot-0", round_)
+    step(model, "robot-1", 0)
+    assert manager.stats()["lost:count"] == 1
+    lost = model.runner._sessions["robot-0"]
+    assert step(model, "robot-0", 0).equals(alone["robot-0", 0])
+    assert lost._closed
+    assert model.runner._sessions["robot-0"] is not lost
+    assert step(model, "robot-0", 1).equals(alone["robot-0", 1])
+
+
 def test_without_a_tier_the_engine_drops_its_oldest_session_and_it_is_counted(alone, model):
     outputs = in_random_order(model)
     wrong = [key for key, output in outputs.items() if not alone[key].equals(output)]

@@ -23,6 +23,7 @@ from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import capacity, kv, seams
+from vllm_omni_session_state.session import SessionState
 
 _MARK = seams.MARK
 _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD_EXCEPTION}
@@ -58,8 +59,12 @@ def _wrap(runner: Any) -> None:
         if manager.room.pool is None:
             _open_pool(self, manager)
         manager.prepare(session_id)
+        session = manager.peek(session_id)
+        if session is not None and session.empty and session_id in self._sessions:
+            # A new session, and the engine has KV of one that was lost under its id.
+            self._sessions.pop(session_id).close()
         state = find(self, session_id)
-        _join(self, manager, session_id, state)
+        _join(self, session, state)
         return state
 
     @functools.wraps(release)
@@ -144,9 +149,8 @@ def _open_pool(runner: Any, manager: SessionStateManager) -> None:
         pass  # then its KV does not join, and that is said
 
 
-def _join(runner: Any, manager: SessionStateManager, session_id: str, state: Any) -> None:
+def _join(runner: Any, session: SessionState | None, state: Any) -> None:
     """Have the session hold its KV; an engine that looks otherwise keeps it to itself, said once."""
-    session = manager.peek(session_id)
     try:
         if session is not None:
             kv.join(session, state, runner._sessions)
