@@ -13,19 +13,29 @@ if TYPE_CHECKING:
     from vllm_omni_session_state.contract import StateObject
     from vllm_omni_session_state.manager import SessionStateManager
     from vllm_omni_session_state.objects import LatentBuffer
+    from vllm_omni_session_state.paged import PagedKV
     from vllm_omni_session_state.session import SessionAttr, SessionState
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LatentBuffer": "objects",
+    "PagedKV": "paged",
     "SessionAttr": "session",
     "SessionState": "session",
     "SessionStateManager": "manager",
     "StateObject": "contract",
 }
 
-__all__ = ["LatentBuffer", "SessionAttr", "SessionState", "SessionStateManager", "StateObject", "__version__"]
+__all__ = [
+    "LatentBuffer",
+    "PagedKV",
+    "SessionAttr",
+    "SessionState",
+    "SessionStateManager",
+    "StateObject",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
