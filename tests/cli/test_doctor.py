@@ -87,7 +87,8 @@ def without(*names):
 
 def all_seams():
     held = [seams.RUNNER_SEAMS, seams.WORKER_SEAMS, (seams.SERVER_FUNCTION,)]
-    held.append((seams.SLEEP_SEAM, seams.SHUTDOWN_SEAM))
+    held += [(seams.SLEEP_SEAM, seams.SHUTDOWN_SEAM), seams.SIZING_SEAMS]
+    held += [seams.KV_STATE_SEAMS, seams.KV_CACHE_SEAMS, seams.KV_POOL_SEAMS]
     held += [*seams.PIPELINE_SEAMS.values(), *seams.SERVING_SEAMS.values()]
     return [seam for group in held for seam in group]
 

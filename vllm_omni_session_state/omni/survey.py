@@ -25,6 +25,11 @@ TESTED = {"vllm": "0.30.0", "vllm_omni": "0.30.0", "torch": "2.13.0"}
 
 _OWN_STATE = "every model keeps its own session state"
 _RUNNER = "vllm_omni.experimental.ar_diffusion.runner.ARDiffusionModelRunner"
+_ENGINE = {
+    "vllm_omni.experimental.ar_diffusion.kv_cache.state.ARDiffusionKVState": seams.KV_STATE_SEAMS,
+    "vllm_omni.experimental.ar_diffusion.kv_cache.manager.ARDiffusionKVCache": seams.KV_CACHE_SEAMS,
+    "vllm.v1.core.block_pool.BlockPool": seams.KV_POOL_SEAMS,
+}
 _LOADER = f"{seams.LOADER_MODULE}.{seams.LOADER_CLASS}"
 _WORKER = f"{seams.WORKER_MODULE}.DiffusionWorker"
 _ENDS = "ends of sessions do not reach the workers: what a client leaves stays there"
@@ -91,12 +96,17 @@ def survey() -> list[Look]:
         found += [_look(pipeline, seam, own) for seam in expected]
         if pipeline in seams.RUNNER_PIPELINES:
             found += [_look(_RUNNER, seam, own) for seam in seams.RUNNER_SEAMS]
+    planned = "the engine's KV pool is as large as without the plugin"
+    found += [_look(_RUNNER, seam, planned) for seam in seams.SIZING_SEAMS]
+    left = "engine KV is neither counted nor parked"
+    for owner, expected in _ENGINE.items():
+        found += [_look(owner, seam, left) for seam in expected]
     deaf = "a worker cannot be asked about its sessions, and ends of sessions do not reach it"
     found += [_look(seams.WORKER_MODULE, seam, deaf) for seam in seams.WORKER_SEAMS]
     awake = "when a worker sleeps, its sessions stay on the device"
     found.append(_look(_WORKER, seams.SLEEP_SEAM, awake))
-    left = "when a worker shuts down, what is parked on the disk stays until the next one starts there"
-    found.append(_look(_WORKER, seams.SHUTDOWN_SEAM, left))
+    behind = "when a worker shuts down, what is parked on the disk stays until the next one starts there"
+    found.append(_look(_WORKER, seams.SHUTDOWN_SEAM, behind))
     found.append(_look(seams.SERVER_MODULE, seams.SERVER_FUNCTION, _ENDS))
     for name, expected in seams.SERVING_SEAMS.items():
         found += [_look(name, seam, _ENDS) for seam in expected]
