@@ -77,6 +77,7 @@ def loaded(checkpoint, folder, *, steps=2, **settings):
         checkpoint,
         flag=True,
         capacity=4,
+        exact=False,
         num_inference_steps=steps,
         model_config={"session_state": options},
     ) as model:

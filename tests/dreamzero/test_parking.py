@@ -18,6 +18,7 @@ from vllm_omni_session_state.errors import (
     TierFaultError,
 )
 from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.omni import kv
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
@@ -117,8 +118,9 @@ def test_twelve_sessions_two_on_the_device_four_in_host_memory_and_the_rest_on_t
 ):
     manager = model.pipeline._memory_manager
     nbytes = one_session_nbytes(model)
+    kv_nbytes = kv.most_nbytes(model.runner.kv_cache)
     disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
-    manager.cascade.host, manager.room.device_budget = HostTier(budget=5 * nbytes), 2 * nbytes + 1000
+    manager.cascade.host, manager.room.device_budget = HostTier(budget=5 * (nbytes + kv_nbytes)), 2 * nbytes
     places = []
 
     def look():

@@ -109,7 +109,9 @@ END = {
     "close by request": lambda rollouts: rollouts.step(close=True),
     "reset by request": lambda rollouts: rollouts.step(reset=True),
     "another prompt": lambda rollouts: rollouts.step(prompt="another task"),
-    "the host evicts it": lambda rollouts: [rollouts.step(name) for name in ("b", "c", "d", "e")],
+    "the host evicts it": lambda rollouts: rollouts.model.runner._release_session(
+        "a", reset_model=False, reason="lru_eviction"
+    ),
     "drop all": lambda rollouts: rollouts.manager.drop_all(),
 }
 

@@ -161,8 +161,7 @@ def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):
 
 
 def test_kv_without_state_is_listed_and_ends_too(model, worker):
-    step(model, "a")
-    model.pipeline._memory_manager.drop_session("a")
+    model.runner._sessions["a"] = model.runner._new_session_state("a")
     assert only(worker.session_state_list())["only_kv"] == [hashed("a")]
     assert not only(worker.session_state_holds("a"))["found"]
     assert only(worker.session_state_close(hashed("a")))["found"] == [True]

@@ -342,10 +342,7 @@ def test_idle_park_s_without_a_host_budget_is_said_and_ignored(caplog):
 
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         served(scenario, options={"idle_park_s": 0.02})
-    assert (
-        "idle_park_s=0.02 alone has nowhere to park a session; set host_budget or disk.path too"
-        in caplog.text
-    )
+    assert "idle_park_s=0.02 alone has nowhere to park a session; set host_budget or disk.path" in caplog.text
 
 
 def test_a_kept_session_ends_when_its_time_is_over():

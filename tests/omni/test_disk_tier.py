@@ -25,7 +25,9 @@ def said_anew():
 def load(checkpoint, **options):
     from omni_tiny.inproc import TinyDreamZero
 
-    return TinyDreamZero(checkpoint, flag=True, capacity=4, model_config={"session_state": options})
+    return TinyDreamZero(
+        checkpoint, flag=True, capacity=4, exact=False, model_config={"session_state": options}
+    )
 
 
 def run(model, *sessions):

@@ -178,6 +178,7 @@ class AccountsMachine(RuleBasedStateMachine):
                 "detached_sessions": 0,
                 "detached_nbytes": 0,
                 "disk_nbytes": 0,
+                "spilled_nbytes": 0,
             }
 
 

@@ -100,7 +100,7 @@ def other_kinds_are_forgotten():
         found.rest.clear()
         return found
 
-    return mock.patch("vllm_omni_session_state.manager.grown", forgetful)
+    return mock.patch("vllm_omni_session_state.settlement.grown", forgetful)
 
 
 def what_a_pile_has_is_added_again():
@@ -151,10 +151,10 @@ def lists_of_the_other_role_are_forgotten():
     roles = SessionState.roles
 
     def forgetful(self, on_host):
-        device, host = roles(self, on_host)
+        device, host, engine = roles(self, on_host)
         if host.lists:
             device.lists.clear()
-        return device, host
+        return device, host, engine
 
     return mock.patch.object(SessionState, "roles", forgetful)
 

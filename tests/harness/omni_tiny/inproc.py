@@ -214,10 +214,11 @@ class TinyDreamZero:
         self._numbers = itertools.count()
         with environment(FREE_BYTES_VARIABLE, str(free_bytes(capacity))):
             self.worker = make_worker(self.config)
-        if exact and self.capacity != capacity:
+        found = self.capacity
+        if exact and found != capacity:
             self.shutdown()
             raise RuntimeError(
-                f"asked for a runner of {capacity} sessions and got {self.capacity}: "
+                f"asked for a runner of {capacity} sessions and got {found}: "
                 "omni_tiny.capacity no longer matches the host's geometry"
             )
 
