@@ -4,6 +4,7 @@ import pytest
 import torch
 from broken import broken_between_layers
 from engine import free
+from omni_tiny.tiny import MODEL_OWNED_BYTES
 from profiles import LONG
 
 from vllm_omni_session_state.errors import (
@@ -249,3 +250,14 @@ def test_a_decode_of_a_parked_session_for_which_there_is_no_place_is_refused(ser
     mend()
     three.model.pipeline.decode_accumulated_video_latents(three.crowd.name(0))
     three.step(0, 1, 2, 3)
+
+
+def test_where_ranks_must_agree_a_parked_session_counts_with_its_kv(served):
+    """Else they agree to park what a rank has no room for, and its KV stays on the device beside the pool."""
+    three = served(**HOST, on_lost="error")
+    size = MODEL_OWNED_BYTES + kv.most_nbytes(three.pool)
+    cascade = three.manager.cascade
+    cascade._exchange, cascade.host = lambda said: [said], HostTier(budget=3 * size - 1)
+    three.step(0, 1, 2, 3, 4)
+    three.refused(5, NoRoomError, rf"the host tier has {size - 1} bytes left and {size} are wanted")
+    three.step(2, 3, 4)

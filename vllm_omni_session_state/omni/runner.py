@@ -56,6 +56,7 @@ def _wrap(runner: Any) -> None:
             return find(self, session_id)
         if manager.room.pool is None:
             manager.room.pool = RunnerPool(self)
+            manager.cascade.engine_nbytes = _kv_nbytes(self)
         manager.prepare(session_id)
         state = find(self, session_id)
         _join(self, manager, session_id, state)
@@ -130,6 +131,14 @@ class RunnerPool:
         """Whether a session has a place or can have one now."""
         runner = self._runner()
         return runner is None or self.holds(key) or len(runner._sessions) < runner._session_capacity
+
+
+def _kv_nbytes(runner: Any) -> int:
+    """KV of one session at most, the same on all ranks; none of an engine whose KV is not parked."""
+    try:
+        return kv.most_nbytes(runner.kv_cache)
+    except SeamMismatchError:
+        return 0  # said when a session should hold it
 
 
 def _join(runner: Any, manager: SessionStateManager, session_id: str, state: Any) -> None:
