@@ -61,6 +61,7 @@ class Cascade:
     Attributes:
         spiller: Moves older items of a session's lists to the disk, where there is one.
         declaration: What the model declared of one session.
+        engine_nbytes: What an engine keeps of one session in its pool at most, which moves with the rest.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Cascade:
         self.spiller = None if disk is None else Spiller(disk)
         self.max_parked = max_parked
         self.declaration: Declaration | None = None
+        self.engine_nbytes = 0
         self._exchange = exchange
         self._table = table
         self._left: list[Ticket] = []  # files that could not be removed yet; they count until they are
@@ -97,16 +99,10 @@ class Cascade:
 
     @property
     def declared_nbytes(self) -> int | None:
-        """What one session counts where ranks must agree; ``None`` where each is as large as it is."""
+        """What one session counts on the device where ranks must agree; ``None`` where each is as it is."""
         if self._exchange is None:
             return None
         return 0 if self.declaration is None else self.declaration.device_nbytes
-
-    @property
-    def parked_nbytes(self) -> int | None:
-        """The same of one that is parked, which has its part of an engine's pool with it."""
-        declared = self.declared_nbytes
-        return declared and declared + (0 if self.declaration is None else self.declaration.engine_nbytes)
 
     def down(self, seat: Seat) -> Exception | None:
         """Park a session that was taken from the order; returns what refused it, or ``None``."""
@@ -275,9 +271,12 @@ class Cascade:
 
     def _agree(self, level: Level, budget: int, count: int) -> None:
         """Refuse by declared sizes what every rank would refuse."""
-        wanted = self.parked_nbytes
-        room = budget if wanted is None else max(0, budget - count * wanted)
-        if wanted is not None and wanted > room:
+        declared = self.declared_nbytes
+        if declared is None:
+            return
+        wanted = declared + self.engine_nbytes
+        room = max(0, budget - count * wanted)
+        if wanted > room:
             raise TierFullError(level.value, wanted=wanted, room=room, setting=_SETTINGS[level])
 
     def _or_in_place(self, move: Callable[[], Parked], stay: Callable[[], Parked]) -> Parked:

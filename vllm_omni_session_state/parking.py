@@ -24,8 +24,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_omni_session_state import rebuild, skeleton, transfer
-from vllm_omni_session_state.events import say_once
-from vllm_omni_session_state.ids import fingerprint
+from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.ids import fingerprint, shown
 from vllm_omni_session_state.pack import TensorSlot, pack, unpack
 from vllm_omni_session_state.session import SessionState
 from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
@@ -96,8 +96,24 @@ def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], li
 
 
 def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[str]) -> Parked:
-    """Park a session without moving a byte: where several ranks park and this one cannot move its part."""
-    part = session.part(lambda name: name not in on_host)
+    """Park a session without moving a byte: where several ranks park and this one cannot move its part.
+
+    What lies in an engine's pool must leave it all the same, or this rank's pool is fuller than the others'.
+    If it cannot be taken out, for want of memory, it is given up: to bring the session back then fails, on
+    all ranks, until it is closed.
+    """
+    try:
+        part = session.part(lambda name: name not in on_host)
+    except Exception as error:  # noqa: BLE001 - of whatever kind: the other ranks have parked theirs by now
+        engine = session.engine_names
+        part = session.part(lambda name: name not in on_host | engine)
+        part["objects"].update(dict.fromkeys(engine))
+        LOGGER.error(
+            "session %s cannot go on: its KV could not be taken out of the engine's pool: %s: %s; close it",
+            shown(session.key),
+            type(error).__name__,
+            error,
+        )
     packed = pack(part)
     session.let_go(part)
     return Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)))

@@ -33,12 +33,10 @@ class Declaration:
     Attributes:
         device_nbytes: Bytes that one session may hold on the device, as the host reserves them.
         host_fields: Names of the values that live in host memory; all others live on the device.
-        engine_nbytes: Bytes that one session may hold in an engine's pool beside that.
     """
 
     device_nbytes: int
     host_fields: frozenset[str]
-    engine_nbytes: int = 0
 
 
 class Role(NamedTuple):

@@ -22,35 +22,58 @@ def outputs(omni, order):
     return out
 
 
+@pytest.fixture(scope="module")
+def expected(dreamzero_checkpoint, tmp_path_factory):
+    """What two ranks say on the host's own path, with room for all."""
+    from omni_tiny.inproc import environment
+    from omni_tiny.omni_runs import OmniDreamZero, write_deploy
+
+    deploy = tmp_path_factory.mktemp("ranks") / "deploy.yaml"
+    write_deploy(deploy, dreamzero_checkpoint, cfg_parallel_size=2)
+    with (
+        environment(ENV_FLAG, "0"),
+        OmniDreamZero(dreamzero_checkpoint, deploy, capacity=len(SESSIONS)) as omni,
+    ):
+        return outputs(omni, list)
+
+
+@pytest.mark.parametrize("bound", ["device budget", "engine's pool"])
 def test_two_ranks_of_a_served_dreamzero_park_together_and_every_output_is_equal(
-    dreamzero_checkpoint, tmp_path, monkeypatch
+    expected, dreamzero_checkpoint, tmp_path, bound
 ):
+    """With a device budget for two sessions, or room in the engine's pool for two."""
     from omni_tiny.omni_runs import OmniDreamZero, write_deploy
     from omni_tiny.tiny import MODEL_OWNED_BYTES
 
-    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint, cfg_parallel_size=2)
-    rng = np.random.default_rng(0)
-    runs = {}
-    for flag in ("0", "1"):
-        monkeypatch.setenv(ENV_FLAG, flag)
-        monkeypatch.setenv(f"{ENV_FLAG}_DEVICE_BUDGET", str(2 * MODEL_OWNED_BYTES))
-        monkeypatch.setenv(f"{ENV_FLAG}_HOST_BUDGET", str(len(SESSIONS) * MODEL_OWNED_BYTES))
-        with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=len(SESSIONS)) as omni:
-            runs[flag] = outputs(omni, rng.permutation if flag == "1" else list)
-            if flag == "1":
-                answer = omni.call("session_state_stats")
-                parked = omni.call("session_state_park", SESSIONS[0], "nobody")
-                closed = omni.call("session_state_close", *SESSIONS)
-                left = omni.call("session_state_stats")
-    assert [key for key, step in runs["0"].items() if not step.equals(runs["1"][key])] == []
+    options = {"host_budget": "1GiB"}
+    if bound == "device budget":
+        options["device_budget"] = 2 * MODEL_OWNED_BYTES
+    deploy = write_deploy(
+        tmp_path / "deploy.yaml",
+        dreamzero_checkpoint,
+        flag=True,
+        cfg_parallel_size=2,
+        model_config={"session_state": options},
+    )
+    capacity = len(SESSIONS) if bound == "device budget" else 2
+    with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=capacity) as omni:
+        found = outputs(omni, np.random.default_rng(0).permutation)
+        answer = omni.call("session_state_stats")
+        parked = omni.call("session_state_park", SESSIONS[0], "nobody")
+        closed = omni.call("session_state_close", *SESSIONS)
+        left = omni.call("session_state_stats")
+    assert [key for key, step in expected.items() if not step.equals(found[key])] == []
     assert answer["agree"]
     for rank in answer["ranks"]:
         assert rank["parked_sessions"] == len(SESSIONS) - 2
+        assert rank["kv"]["sessions"] == 2, "a session is parked whole"
         assert rank["restores"] >= ROUNDS
         assert not [name for name in rank if name.startswith("lost:")]
     assert [rank["parked"] for rank in parked["ranks"]] == [[True, False]] * 2
     assert closed["agree"]
-    assert [rank["total_nbytes"] for rank in left["ranks"]] == [0, 0]
+    for rank in left["ranks"]:
+        assert rank["total_nbytes"] == 0
+        assert rank["kv"] == {"sessions": 0, "blocks": rank["kv"]["blocks"], "free": rank["kv"]["blocks"]}
 
 
 def in_rank(rank, checkpoint):

@@ -10,10 +10,12 @@ from vllm_omni_session_state.errors import (
     NotAllocatedError,
     NothingStagedError,
     PoolFullError,
+    SessionRestoreFailedError,
 )
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.paged import PagedKV
 from vllm_omni_session_state.regions import Region, union
+from vllm_omni_session_state.tiers.host import HostTier
 
 
 class Arena:
@@ -155,6 +157,43 @@ def test_a_session_into_which_a_model_put_nothing_is_empty_although_the_engine_k
     session = SessionState("b")
     session.attrs["count"] = 0
     assert not session.empty
+
+
+def test_where_ranks_must_agree_kv_that_cannot_be_taken_out_is_given_up_and_the_others_are_told(
+    arena, caplog
+):
+    """The other ranks have parked it: if this one kept it, they would wait for it at the next step."""
+    told = []
+
+    def exchange(said):
+        told.append(said)
+        return [said, None]
+
+    def no_memory():
+        raise MemoryError("no room for a copy")
+
+    manager = SessionStateManager(max_sessions=1, tier=HostTier(budget=1 << 20), exchange=exchange)
+    engine = Engine(arena, 6)
+    with manager.lease("a") as session:
+        session.put("kv", PagedKV(engine))
+        session.attrs["x"] = torch.ones(8)
+    engine.gather = no_memory
+    with manager.lease("b"):
+        pass
+    assert manager.peek("a").parked
+    assert len(arena.free) == 8
+    assert "could not be taken out of the engine's pool: MemoryError: no room for a copy" in caplog.text
+    with (
+        pytest.raises(SessionRestoreFailedError, match="stays parked: rank 0: "),
+        manager.lease("a"),
+    ):
+        raise AssertionError("it was not brought back")
+    assert len(told) == 1
+    manager.check()
+    assert manager.drop_session("a")
+    assert manager.drop_session("b")
+    manager.check()
+    assert manager.stats()["total_nbytes"] == 0
 
 
 def test_a_session_with_an_object_that_cannot_come_back_stays_away_whole(arena):

@@ -12,7 +12,6 @@ are the host's.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import weakref
@@ -57,7 +56,8 @@ def _wrap(runner: Any) -> None:
         if manager is None:
             return find(self, session_id)
         if manager.room.pool is None:
-            _open_pool(self, manager)
+            manager.room.pool = RunnerPool(self)
+            manager.cascade.engine_nbytes = _kv_nbytes(self)
         manager.prepare(session_id)
         session = manager.peek(session_id)
         if session is not None and session.empty and session_id in self._sessions:
@@ -138,15 +138,12 @@ class RunnerPool:
         return runner is None or self.holds(key) or len(runner._sessions) < runner._session_capacity
 
 
-def _open_pool(runner: Any, manager: SessionStateManager) -> None:
-    """Have the manager know the pool: its places, and how much of it a session may hold."""
-    manager.room.pool = RunnerPool(runner)
+def _kv_nbytes(runner: Any) -> int:
+    """KV of one session at most, the same on all ranks; none of an engine whose KV is not parked."""
     try:
-        if manager.declaration is not None:
-            nbytes = kv.most_nbytes(runner.kv_cache)
-            manager.declaration = dataclasses.replace(manager.declaration, engine_nbytes=nbytes)
+        return kv.most_nbytes(runner.kv_cache)
     except SeamMismatchError:
-        pass  # then its KV does not join, and that is said
+        return 0  # said when a session should hold it
 
 
 def _join(runner: Any, session: SessionState | None, state: Any) -> None:

@@ -1,0 +1,89 @@
+"""A pool for three through the real engine and a worker process, and through a real server with robots."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+from omni_tiny import robot
+from profiles import LONG
+
+pytestmark = pytest.mark.host
+
+ROOM = 3
+OPTIONS = {"host_budget": "64GiB"}
+
+
+def nothing_left(answer):
+    """Sessions, bytes and blocks, of every rank."""
+    for rank in answer["ranks"]:
+        for name in ("sessions", "parked_sessions", "total_nbytes", "staged_nbytes"):
+            assert rank[name] == 0, name
+        assert (rank["kv"]["sessions"], rank["kv"]["free"]) == (0, rank["kv"]["blocks"])
+
+
+def served_all(answer, sessions):
+    """The same of every rank: a pool for three, and nobody lost."""
+    assert answer["agree"]
+    for rank in answer["ranks"]:
+        assert rank["kv"]["sessions"] == ROOM
+        assert rank["parked_sessions"] == sessions - ROOM
+        assert rank["restores"] >= sessions
+        assert not [name for name in rank if name.startswith("lost:")]
+
+
+@pytest.mark.skipif(not LONG, reason="robots of a served model, below, have a worker process too")
+def test_sessions_of_an_engine_with_a_worker_process_are_each_as_if_alone(
+    crowd, alone, dreamzero_checkpoint, tmp_path
+):
+    from omni_tiny.crowd import differing
+    from omni_tiny.omni_runs import OmniDreamZero, write_deploy
+
+    deploy = write_deploy(
+        tmp_path / "deploy.yaml", dreamzero_checkpoint, flag=True, model_config={"session_state": OPTIONS}
+    )
+    with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=ROOM) as omni:
+        outputs = {key: crowd.run(omni, key) for key in crowd.order()}
+        assert differing(alone, outputs) == []
+        assert len(outputs) == crowd.sessions * crowd.steps
+        served_all(omni.call("session_state_stats"), crowd.sessions)
+        for session in crowd.names:
+            omni.close(session)
+        nothing_left(omni.call("session_state_stats"))
+
+
+class Client:
+    """A robot of the crowd, on a websocket of its own."""
+
+    def __init__(self, server, crowd, number):
+        self.crowd, self.number = crowd, number
+        self.robot = server.robot(crowd.name(number))
+
+    def step(self, session, *, rng, prompt, frames):
+        self.robot.send(robot.observation(rng, session=session, prompt=prompt, frames=frames))
+        return self.robot.receive()
+
+    def live(self):
+        """The actions of every step, each sent as soon as the last one is answered."""
+        keys = [(self.number, step) for step in range(self.crowd.steps)]
+        return {key: np.asarray(self.crowd.run(self, key)) for key in keys}
+
+
+def test_robots_of_a_server_are_each_as_if_alone(crowd, alone, dreamzero_checkpoint, tmp_path):
+    from omni_tiny.serve import Server
+    from omni_tiny.ways_to_end import clear, left_in_the_end
+
+    settings = {"session_state": OPTIONS, "capacity": ROOM, "idle_timeout_s": 120.0}
+    with Server(dreamzero_checkpoint, tmp_path, **settings) as server:
+        clear(server)
+        clients = [Client(server, crowd, number) for number in range(crowd.sessions)]
+        with concurrent.futures.ThreadPoolExecutor(crowd.sessions) as pool:
+            lives = list(pool.map(Client.live, clients))
+        actions = {key: value for life in lives for key, value in life.items()}
+        assert len(actions) == crowd.sessions * crowd.steps
+        wrong = [key for key, found in actions.items() if alone[key].actions.tobytes() != found.tobytes()]
+        assert wrong == []
+        served_all(server.call("session_state_stats"), crowd.sessions)
+        for client in clients:
+            client.robot.hang_up()
+        left_in_the_end(server)
+        nothing_left(server.call("session_state_stats"))
