@@ -1,44 +1,20 @@
 """Device, host memory, disk: where sessions go when each of them is full, and how they come back.
 
-The library alone, on the CPU, where device and host are the same memory. Files are real.
+The library alone, on the CPU, where device and host are the same memory. Files are real; their faults are
+in ``test_cascade_faults.py``.
 """
 
-import errno
-import gc
-import itertools
 import logging
-import os
-import shutil
-from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from profiles import LONG
-from saboteur import Saboteur
+from tiered import FILE, HOSTED, LIVE, SIZE, all_hold, begin, files, fill, manager_of, places
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, skeleton
-from vllm_omni_session_state.errors import (
-    BadFileError,
-    CannotParkError,
-    NoRoomError,
-    SessionRestoreFailedError,
-    TierFaultError,
-    TierFullError,
-)
+from vllm_omni_session_state import LatentBuffer, skeleton
+from vllm_omni_session_state.errors import CannotParkError, NoRoomError, TierFullError
 from vllm_omni_session_state.release import Watch
-from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.folder import System
-from vllm_omni_session_state.tiers.host import HostTier
-
-SIZE = 1000
-LIVE = 650  # above what one session's host values take
-HOSTED = 1024 + LIVE  # above what one session takes in host memory: a slab and its host values
-FILE = 8192  # above what one session's file takes
-DECLARATION = Declaration(device_nbytes=10 * SIZE, host_fields=frozenset({"frames", "chunks"}))
-
 
 UNWRITABLE = (
     "sessions of this model are not parked on the disk: attrs.odd (object) cannot be written to a file: its "
@@ -52,63 +28,6 @@ def disk(tmp_path):
     tier = DiskTier(tmp_path / "parked", budget=1 << 20)
     yield tier
     tier.close()
-
-
-def manager_of(disk, *, host=None, device=0, **bounds):
-    return SessionStateManager(
-        device_budget=device,
-        tier=None if host is None else HostTier(budget=host),
-        disk=disk,
-        declaration=DECLARATION,
-        **bounds,
-    )
-
-
-def fill(session, number):
-    base = torch.full((SIZE,), number % 251, dtype=torch.uint8)
-    session.attrs["number"] = number
-    session.attrs["base"] = base
-    session.attrs["ring"] = deque([base[:7], base[3:]], maxlen=5)
-    session.attrs["frames"] = np.full((4, 5), number)
-    session.attrs["alias"] = [base[10:]]
-    with torch.inference_mode():
-        session.put("chunks", LatentBuffer()).replace([torch.full((3,), number + i) for i in range(20)])
-
-
-def holds(session, number):
-    base, chunks = session.attrs["base"], session.get("chunks").container
-    aliases = [*session.attrs["ring"], *session.attrs["alias"]]
-    return (
-        session.attrs["number"] == number
-        and base.tolist() == [number % 251] * SIZE
-        and [each.data_ptr() - base.data_ptr() for each in aliases] == [0, 3, 10]
-        and session.attrs["ring"].maxlen == 5
-        and (session.attrs["frames"] == number).all()
-        and [int(chunk[0]) for chunk in chunks] == [number + i for i in range(20)]
-        and all(chunk.is_inference() for chunk in chunks)
-        and not base.is_inference()
-    )
-
-
-def begin(manager, *names):
-    for name in names:
-        with manager.lease(name) as session:
-            fill(session, ord(name[0]))
-
-
-def all_hold(manager, *names):
-    for name in names:
-        with manager.lease(name) as session:
-            assert holds(session, ord(name[0])), name
-        manager.check()
-
-
-def places(manager):
-    return dict(zip(manager.keys(), (entry.place for entry in manager.listing()), strict=True))
-
-
-def files(disk):
-    return sorted(path.name for path in Path(disk.folder).iterdir())
 
 
 def test_sessions_go_down_in_the_order_of_their_last_use_and_each_comes_back_whole(disk):
@@ -232,30 +151,6 @@ def test_thousands_that_cannot_be_written_are_each_asked_once_and_not_at_every_s
     assert manager.stats()["parked_sessions"] == 301
 
 
-def test_a_refused_move_keeps_nothing_alive_afterwards(disk, monkeypatch):
-    """Errors hold frames, and frames hold tensors: what is refused and then dropped is free at once."""
-    manager = manager_of(disk, host=HOSTED)
-    begin(manager, "a")
-
-    def full(fd, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(System, "write", staticmethod(full))
-    gc.collect()
-    gc.disable()
-    try:
-        begin(manager, "b")
-        with pytest.raises(CannotParkError):
-            manager.park("b")
-        session = manager.peek("b")
-        watch = Watch(session.attrs["base"])
-        del session
-        manager.drop_session("b")
-        assert watch.alive() == ()
-    finally:
-        gc.enable()
-
-
 def test_memory_that_somebody_else_holds_comes_back_as_itself(disk):
     manager = manager_of(disk)
     outside, chunk = torch.full((SIZE,), 3, dtype=torch.uint8), torch.full((9,), 4, dtype=torch.uint8)
@@ -268,111 +163,6 @@ def test_memory_that_somebody_else_holds_comes_back_as_itself(disk):
         assert session.attrs["lent"].data_ptr() == outside.data_ptr()
         assert session.attrs["lent"].tolist() == [7] * SIZE
         assert session.get("chunks").container[0].data_ptr() == chunk.data_ptr()
-
-
-def refused_once(manager, name):
-    """Take a step that is sent again where it was refused; whether it was."""
-    try:
-        all_hold(manager, name)
-    except SessionRestoreFailedError as error:
-        why = error
-    else:
-        return False
-    assert isinstance(why.__cause__, TierFaultError)
-    assert "cannot read a parked session" in str(why)
-    assert manager.peek(name).parked, "it is where it was"
-    all_hold(manager, name)
-    return True
-
-
-@pytest.mark.parametrize("how", ["ENOSPC", "EIO", "late EIO", "short", "stuck"])
-@pytest.mark.parametrize("host", [None, HOSTED])
-def test_any_one_system_call_may_fail_while_sessions_move_and_nobody_loses_a_bit(
-    tmp_path, monkeypatch, how, host
-):
-    """Each call of the tier fails once, in its own run; a step that is refused is sent again."""
-    refusals = 0
-    for at in itertools.count(step=1 if LONG else 9):
-        disk = DiskTier(tmp_path / str(at), budget=1 << 20)
-        manager = manager_of(disk, host=host)
-        with monkeypatch.context() as patch:
-            saboteur = Saboteur(patch, at, how)
-            for name in "abcd":
-                begin(manager, name)
-                manager.check()
-            for name in "acbd":
-                refusals += refused_once(manager, name)
-            manager.drop_all()
-            manager.check()
-        begin(manager, "e")  # what could not be removed goes now
-        manager.drop_all()
-        assert disk.nbytes == 0
-        assert files(disk) == []
-        disk.close()
-        if saboteur.calls <= at:
-            break
-    assert at > 40, "every call had its turn"
-    assert refusals or how in ("short", "late EIO")
-
-
-def test_a_file_that_changed_is_never_used_and_the_session_can_be_closed(disk):
-    manager = manager_of(disk)
-    begin(manager, *"ab")
-    for name in files(disk):
-        path = Path(disk.folder, name)
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    for name in "ab":
-        for _ in range(2):
-            with pytest.raises(SessionRestoreFailedError, match="close the session") as failed:
-                all_hold(manager, name)
-            assert isinstance(failed.value.__cause__, BadFileError)
-        assert manager.drop_session(name)
-    assert files(disk) == []
-    begin(manager, "a")
-    all_hold(manager, "a")
-
-
-def test_the_files_of_two_sessions_that_somebody_swapped_are_refused(disk):
-    manager = manager_of(disk)
-    begin(manager, *"ab")
-    first, second = (Path(disk.folder, name) for name in files(disk))
-    one, other = first.read_bytes(), second.read_bytes()
-    first.write_bytes(other)
-    second.write_bytes(one)
-    for name in "ab":
-        with pytest.raises(SessionRestoreFailedError, match="another session"):
-            all_hold(manager, name)
-
-
-def test_a_folder_that_goes_while_serving_refuses_the_new_and_hurts_nobody_in_memory(tmp_path, caplog):
-    disk = DiskTier(tmp_path / "parked", budget=1 << 20)
-    manager = manager_of(disk, device=None, max_sessions=2)
-    begin(manager, *"abc")
-    shutil.rmtree(tmp_path / "parked")
-    with pytest.raises(NoRoomError, match="somebody removed it while it was in use"):
-        begin(manager, "d")
-    assert [record for record in caplog.records if "cannot write a parked session" in record.getMessage()]
-    with pytest.raises(SessionRestoreFailedError, match="ENOENT"):
-        all_hold(manager, "a")
-    with manager.lease("b") as b, manager.lease("c") as c:
-        assert holds(b, ord("b"))
-        assert holds(c, ord("c"))
-    manager.drop_all()
-
-
-def test_a_restore_without_memory_leaves_the_file_and_the_next_try_succeeds(disk, monkeypatch):
-    manager = manager_of(disk)
-    begin(manager, "a")
-    empty = torch.empty
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        with pytest.raises(SessionRestoreFailedError, match="no host memory"), manager.lease("a"):
-            raise AssertionError("it was not brought back")
-    assert torch.empty is empty
-    assert places(manager) == {"a": "disk"}
-    all_hold(manager, "a")
 
 
 def test_park_by_name_says_what_keeps_a_session_where_it_is(tmp_path):
@@ -390,24 +180,3 @@ def test_a_full_disk_is_a_typed_error_that_names_the_setting(tmp_path):
     with pytest.raises(TierFullError, match=r"disk\.budget"):
         disk.put({}, [torch.ones(20, dtype=torch.uint8).untyped_storage()], session="0" * 32)
     disk.close()
-
-
-def test_a_write_that_stops_in_the_middle_leaves_the_session_in_host_memory(disk, monkeypatch):
-    manager = manager_of(disk, host=HOSTED)
-    begin(manager, "a")
-    write = System.write
-
-    def full(fd, data):
-        write(fd, data[:3])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(System, "write", staticmethod(full))
-        begin(manager, "b")
-        assert places(manager) == {"a": "host", "b": "device"}
-        with pytest.raises(NoRoomError, match="ENOSPC"):
-            begin(manager, "c")
-        assert places(manager) == {"a": "host", "b": "device"}
-    assert files(disk) == []
-    all_hold(manager, *"ab")
-    begin(manager, "c")
