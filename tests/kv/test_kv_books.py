@@ -69,7 +69,7 @@ def test_a_whole_session_leaves_and_comes_back_with_its_kv():
     latents.replace([torch.arange(5)])
     handle = kv.join(session, rollout.state)
     assert kv.join(session, rollout.state) is handle
-    part = session.part(without=frozenset())
+    part = session.part(lambda _: True)
     session.let_go(part)
     all_free(pool)
     blocker = Rollout(pool, LIKE_DREAMZERO, "blocker")
