@@ -86,6 +86,22 @@ def test_no_place_for_cross_attention_takes_no_block():
     kv.put_back(state, tree)
 
 
+def test_no_place_among_the_runners_sessions_is_no_room_although_there_are_blocks():
+    """They are for the windows of the sessions that have a place."""
+    pool = make_pool(LIKE_LINGBOT)
+    sessions = {name: Rollout(pool, LIKE_LINGBOT, name).state for name in "bcd"}
+    handle = kv.SessionKV(Rollout(pool, LIKE_LINGBOT).state, sessions)
+    tree = kv.take_out(handle.state)
+    assert tree["cross"] is None
+    with pytest.raises(PoolFullError, match="0 places for a session free and 1 are wanted"):
+        handle.put_back(tree)
+    assert set(sessions) == set("bcd")
+    assert handle.closed
+    del sessions["b"]
+    handle.put_back(tree)
+    assert sessions["a"] is handle.state
+
+
 def test_a_session_that_the_engine_holds_is_not_written_over():
     pool = make_pool(LIKE_DREAMZERO)
     rollout = Rollout(pool, LIKE_DREAMZERO, frames=2)

@@ -281,9 +281,12 @@ class SessionKV:
         return gather(self.state)
 
     def put_back(self, tree: Any) -> None:
-        """As the function of this name."""
+        """As the function of this name, if the runner has a place: with one too many, blocks run out."""
+        session, places = self.state.session_id, self.state.kv_cache.session_capacity - len(self._sessions)
+        if session not in self._sessions and places < 1:
+            raise PoolFullError("places for a session", wanted=1, room=max(0, places))
         put_back(self.state, tree)
-        self._sessions[self.state.session_id] = self.state
+        self._sessions[session] = self.state
 
     def reopen(self) -> None:
         """The engine's ``reset()``, which begins new adapters."""
