@@ -186,7 +186,7 @@ def in_tree(inputs: Inputs, clock: LapClock) -> StatePipeline:
 def ours(inputs: Inputs, clock: LapClock) -> StatePipeline:
     """The host with this plugin attached, as its loader attaches it."""
     pipeline = StatePipeline(inputs, clock)
-    attach(pipeline, SessionStateManager(), Patches())
+    attach(pipeline, SessionStateManager(), Patches(), video_latents="keep")
     return pipeline
 
 
