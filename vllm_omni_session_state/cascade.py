@@ -41,7 +41,7 @@ from vllm_omni_session_state.parking import (
     sink,
 )
 from vllm_omni_session_state.regions import Region
-from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.session import Declaration, host_fields
 from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
@@ -95,7 +95,7 @@ class Cascade:
     @property
     def on_host(self) -> frozenset[str]:
         """Names of the values that the model keeps in host memory itself."""
-        return frozenset() if self.declaration is None else self.declaration.host_fields
+        return host_fields(self.declaration)
 
     @property
     def declared_nbytes(self) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.session import Declaration, SessionState, host_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def entry_of(session: SessionState, declaration: Declaration | None, *, place: s
     carried = [
         _value(name, type(value).__name__, "attrs", value) for name, value in list(session.attrs.items())
     ]
-    on_host: frozenset[str] = frozenset() if declaration is None else declaration.host_fields
+    on_host = host_fields(declaration)
     return Entry(
         session=shown(session.key),
         place="device",

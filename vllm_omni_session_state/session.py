@@ -39,6 +39,11 @@ class Declaration:
     host_fields: frozenset[str]
 
 
+def host_fields(declaration: Declaration | None) -> frozenset[str]:
+    """Names of the values that a model keeps in host memory itself; none where it declares nothing."""
+    return frozenset() if declaration is None else declaration.host_fields
+
+
 class Role(NamedTuple):
     """Values of a session that live in the same kind of place.
 

@@ -12,7 +12,7 @@ from vllm_omni_session_state.footprint import NOTHING, footprint
 from vllm_omni_session_state.growth import Growth, Pile, grown
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.regions import Region
-from vllm_omni_session_state.session import Declaration, SessionState
+from vllm_omni_session_state.session import Declaration, SessionState, host_fields
 from vllm_omni_session_state.table import Table
 
 
@@ -29,9 +29,7 @@ def settle(
     Returns:
         What its model keeps on the device, and the pile of what it keeps there as well.
     """
-    on_device, on_host, engine = session.roles(
-        frozenset() if declaration is None else declaration.host_fields
-    )
+    on_device, on_host, engine = session.roles(host_fields(declaration))
     # One role's lists may grow; lists of the other one beside them are walked as any value is.
     growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
     still.values.extend(still.lists)

@@ -6,8 +6,8 @@ session. There is also where room is made in the pool, before the runner's own l
 where a session's KV joins what its manager knows of it. And the runner knows why it releases a session, which
 the pipeline is not told.
 
-Patched on the class, once, and only where a pipeline has a manager; for any other pipeline both methods
-are the host's.
+Patched on the class, once, and only where a pipeline has a manager; for any other pipeline the methods are
+the host's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD
 
 
 def hook_runner() -> None:
-    """Wrap the runner's two methods; idempotent.
+    """Wrap the runner's methods; idempotent.
 
     Raises:
         SeamMismatchError: If they do not look as expected; nothing has changed.

@@ -1,7 +1,7 @@
 """The hooks on the worker's sleep and its shutdown: what session state does before the host's own.
 
 The host's sleep frees what its allocator keeps in pools, and a session's tensors are in none of them. What
-is parked comes back at the session's next lease, which is after the wake-up. Engine KV is the host's.
+is parked, engine KV with the rest, comes back at the session's next lease, which is after the wake-up.
 """
 
 from __future__ import annotations
