@@ -19,6 +19,7 @@ from vllm_omni_session_state.errors import (
     CannotParkError,
     NotWritableError,
     SessionRestoreFailedError,
+    SessionStateError,
     TierFaultError,
     TierFullError,
     without_frames,
@@ -154,19 +155,24 @@ class Cascade:
         except Exception as error:  # noqa: BLE001 - the rest stays where it is
             LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.hosted), error)
 
-    def back(self, seat: Seat) -> None:
+    def back(self, seat: Seat, *, no_place: str | None) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
+
+        Args:
+            seat: The session's.
+            no_place: Why it has no place in an engine's pool; then nothing is copied.
 
         Raises:
             SessionRestoreFailedError: It stays parked, whole; with several ranks on all of them.
         """
         table, session, parked = self._table, seat.session, seat.parked
-        failed: Exception | None = None
+        failed: Exception | None = None if no_place is None else SessionStateError(no_place)
         assert parked is not None, "only a parked session is brought back"
         part: Part | None = None
         try:
-            part = fetch(parked, self.host, self.disk)
-            session.put_back(part)
+            if failed is None:
+                part = fetch(parked, self.host, self.disk)
+                session.put_back(part)
         except Exception as error:  # noqa: BLE001 - as above
             failed, part = without_frames(error), None
         if self._exchange is not None:
