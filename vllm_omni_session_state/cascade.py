@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from vllm_omni_session_state.errors import (
     CannotParkError,
     NotWritableError,
     SessionRestoreFailedError,
+    SessionStateError,
     TierFaultError,
     TierFullError,
     without_frames,
@@ -35,13 +35,14 @@ from vllm_omni_session_state.parking import (
     Parked,
     Part,
     fetch,
+    lent_by,
     park,
     park_in_place,
     park_on_disk,
     sink,
 )
-from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.session import Declaration, host_fields
+from vllm_omni_session_state.settlement import held_of
 from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
@@ -104,18 +105,24 @@ class Cascade:
             return None
         return 0 if self.declaration is None else self.declaration.device_nbytes
 
-    def down(self, seat: Seat) -> Exception | None:
-        """Park a session that was taken from the order; returns what refused it, or ``None``."""
+    def down(self, seat: Seat, *, swap: Parked | None = None) -> Exception | None:
+        """Park a session that was taken from the order; returns what refused it, or ``None``.
+
+        Args:
+            seat: The session's.
+            swap: Where one is that comes up in its place right after. Its tier holds both meanwhile, beyond
+                its budget by no more than that one.
+        """
         table, session = self._table, seat.session
         refused: Exception | None = None
         parked: Parked | None = None
         try:
-            parked = self._move(seat)
+            parked = self._move(seat, swap)
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
             refused = without_frames(error)  # they hold what should have moved
             self._note(seat, refused)
             device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
-        held = None if parked is None else _held(seat, parked)
+        held = None if parked is None else held_of(seat, parked)
         with table.lock:
             seat.moving = False
             if parked is None or held is None:
@@ -148,19 +155,24 @@ class Cascade:
         except Exception as error:  # noqa: BLE001 - the rest stays where it is
             LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.hosted), error)
 
-    def back(self, seat: Seat) -> None:
+    def back(self, seat: Seat, *, no_place: str | None) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
+
+        Args:
+            seat: The session's.
+            no_place: Why it has no place in an engine's pool; then nothing is copied.
 
         Raises:
             SessionRestoreFailedError: It stays parked, whole; with several ranks on all of them.
         """
         table, session, parked = self._table, seat.session, seat.parked
-        failed: Exception | None = None
+        failed: Exception | None = None if no_place is None else SessionStateError(no_place)
         assert parked is not None, "only a parked session is brought back"
         part: Part | None = None
         try:
-            part = fetch(parked, self.host, self.disk)
-            session.put_back(part)
+            if failed is None:
+                part = fetch(parked, self.host, self.disk)
+                session.put_back(part)
         except Exception as error:  # noqa: BLE001 - as above
             failed, part = without_frames(error), None
         if self._exchange is not None:
@@ -198,34 +210,36 @@ class Cascade:
             left = [ticket.nbytes for ticket in self._left]
             assert self.disk.nbytes >= sum(files) + sum(left), "a parked session has no file"
 
-    def _move(self, seat: Seat) -> Parked:
+    def _move(self, seat: Seat, swap: Parked | None) -> Parked:
         """Park a session in the upper tier, for which others go on, else in the lower one."""
         session, host, disk, table = seat.session, self.host, self.disk, self._table
         if session.staging:
             raise CannotParkError(shown(session.key), "it has a window in progress")
-        if table.parked >= self.max_parked:
+        if table.parked - (swap is not None) >= self.max_parked:
             raise CannotParkError(shown(session.key), f"{table.parked} sessions are parked (max_parked)")
         while host is not None:
             try:
-                self._agree(Level.HOST, host.budget, len(table.hosted))
+                self._agree(Level.HOST, host.budget, len(table.hosted), swap)
+                live = self._live_nbytes() - lent_by(swap, Level.HOST)
                 return self._or_in_place(
-                    lambda: park(session, host, on_host=self.on_host, live_nbytes=self._live_nbytes()),
+                    lambda: park(session, host, on_host=self.on_host, live_nbytes=live),  # noqa: B023
                     lambda: park_in_place(session, Level.HOST, on_host=self.on_host),
                 )
             except TierFullError as error:
                 full = without_frames(error)
             if disk is None:
                 raise full
-            if full.wanted > host.budget or not self._sink_oldest():
+            if full.wanted > host.budget or not self._sink_oldest(swap):
                 break
         assert disk is not None, "there is a tier"
-        self._agree(Level.DISK, disk.budget, table.on_disk)
+        self._agree(Level.DISK, disk.budget, table.on_disk, swap)
+        lent = lent_by(swap, Level.DISK)
         return self._or_in_place(
-            lambda: park_on_disk(session, disk, on_host=self.on_host),
+            lambda: park_on_disk(session, disk, on_host=self.on_host, lent=lent),
             lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
         )
 
-    def _sink_oldest(self) -> bool:
+    def _sink_oldest(self, swap: Parked | None = None) -> bool:
         """Move on to the disk what lies in host memory longest; whether there is one to ask.
 
         Raises:
@@ -236,7 +250,7 @@ class Cascade:
         table, disk, on_host = self._table, self.disk, self.on_host
         with table.lock:
             seats = (table.seats[key] for key in table.hosted)
-            seat = next((seat for seat in seats if not seat.unwritable), None)
+            seat = next((seat for seat in seats if not seat.unwritable and seat.parked is not swap), None)
             if seat is None or disk is None:
                 return False
             there = seat.parked
@@ -244,14 +258,15 @@ class Cascade:
             table.fetch(seat)
         session, here, refused = seat.session, there, None
         try:
-            self._agree(Level.DISK, disk.budget, table.on_disk)
+            self._agree(Level.DISK, disk.budget, table.on_disk, swap)
+            lent = lent_by(swap, Level.DISK)
             here = self._or_in_place(
-                lambda: sink(session, there, disk, on_host=on_host),
+                lambda: sink(session, there, disk, on_host=on_host, lent=lent),
                 lambda: dataclasses.replace(there, level=Level.DISK),
             )
         except Exception as error:  # noqa: BLE001 - as above
             refused = without_frames(error)
-        held = _held(seat, here)
+        held = held_of(seat, here)
         with table.lock:
             seat.moving = False
             table.shelve(seat, here)
@@ -269,8 +284,9 @@ class Cascade:
         with self._table.lock:
             return self._table.accounts.host_nbytes()
 
-    def _agree(self, level: Level, budget: int, count: int) -> None:
+    def _agree(self, level: Level, budget: int, count: int, swap: Parked | None) -> None:
         """Refuse by declared sizes what every rank would refuse."""
+        count -= swap is not None and swap.level is level
         declared = self.declared_nbytes
         if declared is None:
             return
@@ -326,21 +342,3 @@ class Cascade:
 
 
 _SETTINGS = {Level.HOST: "host_budget", Level.DISK: "disk.budget"}
-
-
-class _Held(NamedTuple):
-    """What a parked session holds: in place, in host memory by its model, and parked there."""
-
-    device: tuple[Region, ...]
-    host: tuple[Region, ...]
-    parcel: tuple[Region, ...]
-
-    def charge(self, table: Table, serial: int) -> None:
-        """Tell the accounts. Lock held."""
-        table.accounts.settle(serial, device=self.device, host=self.host, parcel=self.parcel)
-
-
-def _held(seat: Seat, parked: Parked) -> _Held:
-    slab = parked.held.slab if isinstance(parked.held, Parcel) else None
-    values = (parked.alive.values(), seat.session.away(), (slab,))
-    return _Held(*(footprint(*each).regions for each in values))

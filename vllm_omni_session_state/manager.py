@@ -163,7 +163,7 @@ class SessionStateManager:
 
     def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
         """The seat of a session that is on the device; waits, restores and makes room as it must."""
-        table, asked = self._table, False
+        table, asked, why = self._table, False, None
         while True:
             with table.lock:
                 seat = table.arrived(key)
@@ -180,11 +180,10 @@ class SessionStateManager:
             if seat is None:
                 self.room.make()
             elif asked:
-                self.cascade.back(seat)
+                self.cascade.back(seat, no_place=why)
                 return seat
             else:
-                self.room.make_place(key)
-                asked = True
+                why, asked = self.room.make_place(key), True
 
     def _newcomer(self, key: str) -> Seat | None:
         """A new session's seat; ``None`` while there is no room for one. Lock held."""

@@ -119,13 +119,25 @@ def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[s
     return Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)))
 
 
-def park_on_disk(session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str]) -> Parked:
+def lent_by(swap: Parked | None, level: Level) -> int:
+    """Bytes of a tier that a session gives back when it comes up in exchange for one that goes down."""
+    if swap is None or swap.level is not level:
+        return 0
+    if isinstance(swap.held, Parcel):
+        return len(swap.held.slab)
+    return 0 if swap.held is None else swap.held.ticket.nbytes
+
+
+def park_on_disk(
+    session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
+) -> Parked:
     """Move all of a session to the disk; meanwhile its device part takes host memory too.
 
     Args:
         session: Nobody uses it.
         disk: Where to.
         on_host: Names of the values that are in host memory already.
+        lent: See ``DiskTier.put()``.
 
     Raises:
         TierFullError: If the tier has no room.
@@ -139,10 +151,12 @@ def park_on_disk(session: SessionState, disk: DiskTier, *, on_host: AbstractSet[
     packed.storages.clear()
     ours = [*storages.values()]
     going = _Going(packed.skeleton, ours, storages, part)
-    return _file(session, going, disk, on_host=on_host, parcel=lambda: parcel_of(ours))
+    return _file(session, going, disk, on_host=on_host, lent=lent, parcel=lambda: parcel_of(ours))
 
 
-def sink(session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str]) -> Parked:
+def sink(
+    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
+) -> Parked:
     """Move a session from host memory on to the disk; its parcel is the caller's to drop.
 
     Args:
@@ -150,6 +164,7 @@ def sink(session: SessionState, parked: Parked, disk: DiskTier, *, on_host: Abst
         parked: Where.
         disk: Where to.
         on_host: Names of the values that its model keeps in host memory.
+        lent: See ``DiskTier.put()``.
 
     Returns:
         Where it is now. What stays in place on this rank stays, and counts there.
@@ -162,7 +177,7 @@ def sink(session: SessionState, parked: Parked, disk: DiskTier, *, on_host: Abst
         return dataclasses.replace(parked, level=Level.DISK)
     ours = [parked.alive.get(index, part.untyped_storage()) for index, part in enumerate(parcel.parts())]
     going = _Going(parked.skeleton, ours, parked.alive, {"attrs": {}, "objects": {}})
-    return _file(session, going, disk, on_host=on_host, parcel=lambda: parcel)
+    return _file(session, going, disk, on_host=on_host, lent=lent, parcel=lambda: parcel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +203,7 @@ def _file(
     disk: DiskTier,
     *,
     on_host: AbstractSet[str],
+    lent: int,
     parcel: Callable[[], Parcel],
 ) -> Parked:
     """Write a session's file, and let go of all of it; what ``going`` holds is emptied.
@@ -197,6 +213,7 @@ def _file(
         going: What goes.
         disk: Where to.
         on_host: Names of the values in host memory, which go too.
+        lent: See ``DiskTier.put()``.
         parcel: Hands out the bytes of ``going``, once it is known that all of the session can be written.
     """
     bones, first = going.bones, len(going.ours)
@@ -206,7 +223,7 @@ def _file(
     written = skeleton.write(whole, [*going.ours, *packed.storages])
     held = parcel()
     storages = [*held.parts(), *map(_readable, packed.storages), *written.extra]
-    ticket = disk.put(written.document, storages, session=fingerprint(session.key).hex())
+    ticket = disk.put(written.document, storages, session=fingerprint(session.key).hex(), lent=lent)
     filed = Filed(ticket, (*held.devices, *(storage.device for storage in packed.storages)))
     freed = {**going.in_place, **dict(enumerate(packed.storages, start=first))}
     session.let_go(going.part)

@@ -21,7 +21,7 @@ from vllm_omni_session_state.table import Table
 
 
 class Pool(Protocol):
-    """Places that an engine has for sessions on the device."""
+    """Places that an engine has for sessions on the device; it is asked under the table's lock as well."""
 
     @property
     def places(self) -> int:
@@ -140,9 +140,10 @@ class Room:
                 if seat is not None:
                     tried.add(seat.session.key)
                     self._take(seat)
+                comer = self._table.seats.get(key)
             if seat is None:
                 return why
-            refused = self.cascade.down(seat)
+            refused = self.cascade.down(seat, swap=None if comer is None else comer.parked)
             if refused is not None:
                 why = str(refused)
         return None

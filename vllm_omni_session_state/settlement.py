@@ -6,14 +6,18 @@ It costs as much as what changes: of a list that is only appended to, what came 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.footprint import NOTHING, footprint
 from vllm_omni_session_state.growth import Growth, Pile, grown
 from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.lease import Seat
+from vllm_omni_session_state.parking import Parked
 from vllm_omni_session_state.regions import Region
 from vllm_omni_session_state.session import Declaration, SessionState, host_fields
 from vllm_omni_session_state.table import Table
+from vllm_omni_session_state.tiers.host import Parcel
 
 
 def settle(
@@ -80,3 +84,22 @@ def _compare(session: SessionState, nbytes: int, declared: int) -> None:
             nbytes,
             declared,
         )
+
+
+class Held(NamedTuple):
+    """What a parked session holds: in place, in host memory by its model, and parked there."""
+
+    device: tuple[Region, ...]
+    host: tuple[Region, ...]
+    parcel: tuple[Region, ...]
+
+    def charge(self, table: Table, serial: int) -> None:
+        """Tell the accounts. Lock held."""
+        table.accounts.settle(serial, device=self.device, host=self.host, parcel=self.parcel)
+
+
+def held_of(seat: Seat, parked: Parked) -> Held:
+    """What the session of that seat holds, parked like that."""
+    slab = parked.held.slab if isinstance(parked.held, Parcel) else None
+    values = (parked.alive.values(), seat.session.away(), (slab,))
+    return Held(*(footprint(*each).regions for each in values))
