@@ -44,7 +44,7 @@ def test_a_listing_shows_each_session_once_with_its_bytes_and_place(live):
         hashed("b"): "host",
         hashed("c"): "idle",
     }
-    assert rows[hashed("a")]["nbytes"] == {"cpu": 4096}
+    assert rows[hashed("a")]["nbytes"] == rows[hashed("b")]["nbytes"] == {"cpu": 4096}
     assert all(row["replicas"] == [0] and row["ranks"] == 1 and row["agree"] for row in rows.values())
 
 
@@ -60,7 +60,7 @@ def test_a_session_of_several_replicas_is_one_row_with_the_bytes_of_all(live):
 
 def test_ranks_that_differ_are_shown_to_differ(live):
     server = live()
-    entry = {"session": "s-1", "place": "device", "used": False, "nbytes": {"cuda:0": 5}}
+    entry = {"session": "s-1", "place": "device", "used": False, "nbytes": {"cuda:0": 5}, "parked_nbytes": 0}
     ranks = [
         {"rank": 0, "ok": True, "sessions": [entry], "only_kv": ["s-2"]},
         {"rank": 1, "ok": True, "sessions": [], "only_kv": ["s-2"]},

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_omni_session_state.ids import find, session_key, shown
 from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.parking import Filed
 
 
 def in_use(manager: SessionStateManager) -> frozenset[str]:
@@ -17,6 +18,18 @@ def in_use(manager: SessionStateManager) -> frozenset[str]:
     table = manager._table
     with table.lock:
         return frozenset(key for key, seat in table.seats.items() if seat.leases or seat.moving)
+
+
+def parked_nbytes(manager: SessionStateManager) -> dict[str, int]:
+    """Bytes that each parked session takes where it is parked, by its shown id: of its slab or its file."""
+    table = manager._table
+    with table.lock:
+        held = {key: seat.parked.held for key, seat in table.seats.items() if seat.parked is not None}
+    return {
+        shown(key): each.ticket.nbytes if isinstance(each, Filed) else each.slab.nbytes
+        for key, each in held.items()
+        if each is not None
+    }
 
 
 def bounds(manager: SessionStateManager) -> dict[str, int]:

@@ -36,7 +36,7 @@ def rows(answers: Answers) -> list[Row]:
     found: dict[str, Row] = {}
     for replica, rank in ranks_of(answers):
         for entry in rank["sessions"]:
-            _add(found, replica, entry["session"], state_of(entry), entry["nbytes"])
+            _add(found, replica, entry["session"], state_of(entry), _held(entry))
         for session in rank["only_kv"]:
             _add(found, replica, session, "kv_only", {})
     for row in found.values():
@@ -53,7 +53,7 @@ def one(answers: Answers) -> Row | None:
         entry = rank["session"]
         if entry is None:
             continue
-        _add(found, replica, entry["session"], state_of(entry), entry["nbytes"])
+        _add(found, replica, entry["session"], state_of(entry), _held(entry))
         for value in entry["values"]:
             mine = {name: value[name] for name in ("name", "kind", "bucket", "shape")}
             merged = values.setdefault(value["name"], {**mine, "nbytes": {}})
@@ -65,6 +65,14 @@ def one(answers: Answers) -> Row | None:
         answer["agree"] for replica, answer in answers.items() if replica in row["replicas"]
     )
     return {**row, "values": list(values.values())}
+
+
+def _held(entry: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of one entry by device, with those where it is parked; ``disk`` for a file."""
+    held = dict(entry["nbytes"])
+    if entry["parked_nbytes"]:
+        _sum(held, {"disk" if entry["place"] == "disk" else "cpu": entry["parked_nbytes"]})
+    return held
 
 
 def _add(found: dict[str, Row], replica: int, session: str, state: str, nbytes: Mapping[str, int]) -> None:

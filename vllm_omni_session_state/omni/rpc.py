@@ -103,9 +103,10 @@ def list_sessions(worker: Any) -> Answer:
     def sessions() -> Answer:
         manager = _manager(worker)
         used = {shown(key) for key in inside.in_use(manager)}
+        parked = inside.parked_nbytes(manager)
         entries = [
             {key: value for key, value in dataclasses.asdict(entry).items() if key != "values"}
-            | {"used": entry.session in used}
+            | {"used": entry.session in used, "parked_nbytes": parked.get(entry.session, 0)}
             for entry in manager.listing()
         ]
         only_kv = [shown(key) for key in inside.kv_sessions(worker.model_runner) if key not in manager]
@@ -132,9 +133,11 @@ def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> A
         key = inside.named(name, manager.keys(), only_id=only_id)
         wanted = None if key is None else shown(key)
         entry = next((entry for entry in manager.listing() if entry.session == wanted), None)
-        used = key in inside.in_use(manager)
-        session = None if entry is None else {**dataclasses.asdict(entry), "used": used}
-        return {"found": entry is not None, "session": session}
+        if entry is None:
+            return {"found": False, "session": None}
+        parked = inside.parked_nbytes(manager).get(entry.session, 0)
+        more = {"used": key in inside.in_use(manager), "parked_nbytes": parked}
+        return {"found": True, "session": {**dataclasses.asdict(entry), **more}}
 
     return _on_every_rank(look, ("found",))
 
