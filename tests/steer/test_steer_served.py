@@ -5,14 +5,16 @@ import urllib.parse
 
 import pytest
 from omni_tiny.ways_to_end import some_id
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_omni_session_state.omni.figures import EVERY_S
+from vllm_omni_session_state.omni.metrics import PREFIX
 
 pytestmark = pytest.mark.host
 
 SESSIONS = "/v1/session_state/sessions"
 KEY = "a-key-of-the-server"
-MIB = 1 << 20
+COUNTS = ("hits", "misses", "evictions", "parks", "restores")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,35 @@ def test_a_call_during_a_long_step_is_too_slow_and_takes_effect_after_it(server,
         assert answer["error"]["last_known"]["figures"]["sessions"] >= 1
         assert robot.receive().shape == (8, 8)
         assert ask("GET") == (200, {"sessions": [], "agree": True})
+
+
+def test_a_scrape_during_a_long_step_is_answered_at_once_and_its_figures_are_the_workers(server):
+    def scrape():
+        begun = time.monotonic()
+        status, text = server.http("GET", "/metrics", headers={})
+        took = time.monotonic() - begun
+        assert status == 200
+        found = {
+            sample.name.removeprefix(PREFIX): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith(PREFIX) and sample.labels in ({}, {"replica": "0"})
+        }
+        return took, found
+
+    with server.robot(some_id()) as robot:
+        for _ in range(3):
+            robot.step()
+        scrape()
+        time.sleep(2 * EVERY_S)
+        found = scrape()[1]
+        (stats,) = server.call("session_state_stats")["ranks"]
+        assert {name: found[f"{name}_total"] for name in COUNTS} == {name: stats[name] for name in COUNTS}
+        robot.send_step(lasts_s=2.0)
+        time.sleep(0.3)
+        took = sorted(scrape()[0] for _ in range(10))
+        assert took[len(took) // 2] < 0.1, took
+        assert robot.receive().shape == (8, 8)
 
 
 def test_without_the_servers_key_every_route_answers_401(server, ask):

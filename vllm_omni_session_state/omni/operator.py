@@ -1,4 +1,4 @@
-"""What an API server offers its operator: the routes, where ``http`` is on, and the figures behind them.
+"""What an API server offers its operator: the metrics, and the routes where ``http`` is on.
 
 The routes are added to the server's own application, between its building and its serving. That the host
 has a group of entry points for such routes is no help: what is installed there is warned about on every
@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -48,17 +49,30 @@ def serve(workers: Workers, state: Any, *, http: bool) -> None:
         http: Whether the routes are on.
     """
     try:
-        figures = Figures(workers, asyncio.get_running_loop())
-        if http:
-            _add_routes(workers, figures, state)
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # no server that serves: there is nobody to answer
+        return
+    figures = Figures(workers, loop)
+    _tried(lambda: _add_metrics(figures), "the metrics vllm_omni_session_state:* are not there")
+    if http:
+        _tried(
+            lambda: _add_routes(workers, figures, state), "the routes under /v1/session_state are not there"
+        )
+
+
+def _tried(add: Callable[[], None], otherwise: str) -> None:
+    try:
+        add()
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
         say_once(
-            logging.WARNING,
-            ("operator",),
-            "the routes under /v1/session_state are not there: %s: %s",
-            type(error).__name__,
-            error,
+            logging.WARNING, ("operator", otherwise), "%s: %s: %s", otherwise, type(error).__name__, error
         )
+
+
+def _add_metrics(figures: Figures) -> None:
+    from vllm_omni_session_state.omni import metrics  # noqa: PLC0415 - it needs the Prometheus client
+
+    metrics.register(figures)
 
 
 def _add_routes(workers: Workers, figures: Figures, state: Any) -> None:

@@ -104,7 +104,12 @@ class Workers:
         async with self._turn:
             if sent is not None:
                 sent.set()
-            return await self._replies(method, names, {"only_idle": True} if only_idle else {})
+            if self._deaf:
+                return Asked({}, [])
+            asked = await self._replies(method, names, {"only_idle": True} if only_idle else {})
+        if not asked.answers:
+            self._hear(method, asked.failures)
+        return asked
 
     async def _call(self, method: str, *keys: str) -> list[Mapping[str, Any]]:
         if self._deaf:
@@ -113,13 +118,19 @@ class Workers:
         answers = list(asked.answers.values())
         failures = [_failure(rank) for answer in answers for rank in answer["ranks"] if not rank["ok"]]
         failures += asked.failures
-        if failures and all(f"attribute '{method}'" in failure for failure in failures):
-            # The worker has said why its model keeps its own session state. Each call is an error there.
-            self._deaf = True
-            LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
-        elif failures:
+        self._hear(method, failures)
+        if failures and not self._deaf:
             raise RuntimeError("; ".join(failures))
         return answers
+
+    def _hear(self, method: str, failures: list[str]) -> None:
+        """Note, once, that no worker has such a method: it has said why its model keeps its own state.
+
+        Each call is an error there.
+        """
+        if failures and not self._deaf and all(f"attribute '{method}'" in failure for failure in failures):
+            self._deaf = True
+            LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
 
     async def _replies(self, method: str, names: tuple[str, ...], how: dict[str, bool]) -> Asked:
         # No time limit: the host drops a call that waited too long behind a step, and the end with it.
