@@ -47,6 +47,7 @@ _OPTION_NAMES = (
     "show_ids",
     "resume_s",
     "switch_ends",
+    "http",
 )
 _GROUPS = frozenset(name.partition(".")[0] for name in _OPTION_NAMES if "." in name)
 """Settings that a deploy config may write as a mapping of their own."""
@@ -89,6 +90,7 @@ class Settings:
         resume_s: Seconds for which a robot's session is kept after a disconnect, for a connection that
             names its explicit id; 0 keeps none.
         switch_ends: Whether a connection that goes on to another session has ended the earlier one.
+        http: Whether the API server has routes that show sessions and act on them.
     """
 
     enabled: bool = False
@@ -107,6 +109,7 @@ class Settings:
     show_ids: bool = False
     resume_s: float = 0.0
     switch_ends: bool = False
+    http: bool = False
 
 
 T = TypeVar("T")
@@ -232,6 +235,7 @@ def resolve(
         show_ids=option("show_ids", _switch, default=False),
         resume_s=option("resume_s", _seconds, default=0.0),
         switch_ends=option("switch_ends", _switch, default=False),
+        http=option("http", _switch, default=False),
     )
     return settings, tuple(complaints)
 

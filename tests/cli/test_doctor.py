@@ -127,7 +127,10 @@ def test_where_the_flag_is_off_it_says_what_that_means_and_leaves_with_0(warm):
     assert came["on_lost"] == ("error", "config"), "what the file inherits counts too"
     assert came["max_sessions"] == (64, "default")
     looks = {(look["place"].rpartition(".")[2], look["expected"]) for look in found["seams"]}
-    assert looks == {(seam.name, seam.signature) for seam in all_seams()} | {("load_model", "a method")}
+    assert looks == {(seam.name, seam.signature) for seam in all_seams()} | {
+        ("load_model", "a method"),
+        ("build_openai_app", "a function"),
+    }
     assert all(look["ok"] and look["found"] == look["expected"] for look in found["seams"])
 
 

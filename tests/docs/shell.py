@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 from pages import PROJECT
 from travel import serve_arguments
+from vocabulary import VARIABLES
 
 from vllm_omni_session_state.cli.main import _parser
 from vllm_omni_session_state.config import ENV_FLAG, ENV_MAX_SESSIONS, resolve
+from vllm_omni_session_state.ids import ENV_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +67,7 @@ def setting(word: str) -> None:
     found = _ASSIGNMENT.fullmatch(word)
     assert found, f"{word!r} sets nothing"
     name, value = found.groups()
-    if name in (ENV_FLAG, ENV_MAX_SESSIONS):
+    if name in (ENV_FLAG, ENV_MAX_SESSIONS) or name in VARIABLES - {ENV_KEY}:
         _, complaints = resolve(None, {name: value})
         assert not complaints, complaints
     elif name == "VLLM_PLUGINS":

@@ -45,6 +45,11 @@ VARIABLES = frozenset(
 NONSENSE = frozenset({"maybe", "lots"})
 """What a page shows as a value that is not understood."""
 
+MONITORING = frozenset(
+    {"rule_files", *re.findall(r"alert: (\w+)", (PROJECT / "docs/monitoring/alerts.yml").read_text())}
+)
+"""The names of the alert rules, and the key under which Prometheus is told of them."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _CODE_LIKE = re.compile(r"[A-Za-z_][\w.]*(\(.*\)|\[.*\])?")
 _PATH = re.compile(r"[\w./-]+\.(py|md|toml|yml|yaml|svg|txt)|[\w.-]+/")
@@ -101,7 +106,7 @@ SCRIPTS = frozenset({"ab.py"})
 
 def _known(word: str) -> bool:
     field = re.sub(r"^stage_\d+_", "", word)  # how the host spells a stage's field as a keyword argument
-    known = (ours(), hosts(), OTHERS, VARIABLES, NONSENSE)
+    known = (ours(), hosts(), OTHERS, VARIABLES, NONSENSE, MONITORING)
     return any(field in names for names in known) or hasattr(builtins, field)
 
 

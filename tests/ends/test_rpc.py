@@ -125,6 +125,39 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
         cascade.host = None
 
 
+def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(model, worker):
+    from vllm_omni_session_state.tiers.host import HostTier
+
+    manager = model.pipeline._memory_manager
+    manager.cascade.host = HostTier(budget=1 << 30)
+    try:
+        step(model, "a", "b")
+        assert only(worker.session_state_park("a"))["shown"] == [hashed("a")]
+        found = only(worker.session_state_restore(hashed("a"), "b", "nobody"))
+        assert found["restored"] == [True, True, False]
+        assert found["found"] == [True, True, False]
+        assert manager.cascade.host.nbytes == 0
+        with manager.lease("a"):
+            assert only(worker.session_state_park("a")) == {
+                "ok": True,
+                "rank": 0,
+                "found": [True],
+                "used": [True],
+                "shown": [hashed("a")],
+                "parked": [False],
+            }
+            for how in ("close", "reset"):
+                end = getattr(worker, f"session_state_{how}")
+                assert only(end("a", only_idle=True))["used"] == [True]
+            stats = only(worker.session_state_stats())
+            assert (stats["sessions"], stats["used_sessions"], stats["ends"]["close"]) == (2, 1, 0)
+        assert stats["bounds"] == {"host": 1 << 30, "max_parked": 4096}
+        assert "a" in model.runner._sessions
+        worker.session_state_close("a", "b")
+    finally:
+        manager.cascade.host = None
+
+
 def test_only_what_is_parked_expires_with_its_kv_and_is_counted_as_lost(model, worker):
     from vllm_omni_session_state.tiers.host import HostTier
 

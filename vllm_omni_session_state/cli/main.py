@@ -13,27 +13,52 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from vllm_omni_session_state.cli import doctor
+from vllm_omni_session_state.cli import doctor, sessions
+from vllm_omni_session_state.cli.client import (
+    DEFAULT_TIMEOUT_S,
+    DEFAULT_URL,
+    ENV_API_KEY,
+    Client,
+    CommandError,
+)
 
 PROGRAM = "vllm-omni-session-state"
 COULD_NOT = 2
+BROKEN_OFF = 130
+
+EXITS = (
+    "exit status: 0 all right; 1 a session was not there, is in use or refused; 2 no server could be asked"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     asked = _parser().parse_args(arguments)
     try:
-        return _doctor(deploy_config=asked.deploy_config, as_json=asked.json)
+        if asked.command == "doctor":
+            return _doctor(deploy_config=asked.deploy_config, as_json=asked.json)
+        return _ask(asked)
     except CommandError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return COULD_NOT
+    except KeyboardInterrupt:
+        return 0 if getattr(asked, "watch", False) else BROKEN_OFF
 
 
-class CommandError(Exception):
-    """What was asked for cannot be done; the message is all that a user sees."""
+def _ask(asked: argparse.Namespace) -> int:
+    client = Client(asked.url, api_key=asked.api_key, timeout_s=asked.timeout)
+    if asked.command == "sessions" and asked.watch:
+        return sessions.watch(client, every_s=asked.every, tables=_tables())
+    if asked.command == "sessions":
+        return sessions.show(client, as_json=asked.json, tables=_tables)
+    if asked.command == "inspect":
+        return sessions.inspect(client, asked.name, as_json=asked.json, tables=_tables)
+    return sessions.act(client, asked.command, asked.names)
 
 
 def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
@@ -41,23 +66,38 @@ def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
         report = doctor.examine(deploy_config=deploy_config)
         sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
         return report.status
-    try:
-        from vllm_omni_session_state.cli import tables  # noqa: PLC0415 - scripts need no tables
-    except ModuleNotFoundError as error:
-        if error.name != "rich":
-            raise
-        raise CommandError(f"tables need rich: pip install '{PROGRAM}[cli]', or ask for --json") from error
+    tables = _tables()
     with tables.busy("Importing vLLM-Omni, and looking at it"):
         report = doctor.examine(deploy_config=deploy_config)
     tables.show_doctor(report)
     return report.status
 
 
+def _tables() -> ModuleType:
+    try:
+        from vllm_omni_session_state.cli import tables  # noqa: PLC0415 - scripts need no tables
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        raise CommandError(f"tables need rich: pip install '{PROGRAM}[cli]', or ask for --json") from error
+    return tables
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError
+    return seconds
+
+
+_seconds.__name__ = "number of seconds"  # as argparse calls it
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Session state for world models on vLLM-Omni, from the command line."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     asked = commands.add_parser(
         "doctor",
         help="will it work here? Plugin, host, seams, settings",
@@ -67,4 +107,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     asked.add_argument("--deploy-config", metavar="FILE", help="the deploy YAML that you serve with")
     asked.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    server.add_argument(
+        "--api-key", metavar="KEY", help=f"the server's key (default: what {ENV_API_KEY} holds)"
+    )
+    server.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=DEFAULT_TIMEOUT_S,
+        help=f"how long to wait for the workers (default: {DEFAULT_TIMEOUT_S:g})",
+    )
+
+    asked = commands.add_parser("sessions", parents=[server], help="who holds what, and where", epilog=EXITS)
+    how = asked.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    how.add_argument("--watch", action="store_true", help="keep it up to date, until Ctrl-C")
+    asked.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=_seconds,
+        default=1.0,
+        help="with --watch, between looks (default: 1)",
+    )
+    asked = commands.add_parser("inspect", parents=[server], help="one session with its values", epilog=EXITS)
+    asked.add_argument("name", metavar="NAME", help="a session as it is shown, or its id")
+    asked.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    for name, help_ in sessions.ACTS.items():
+        asked = commands.add_parser(name, parents=[server], help=help_, epilog=EXITS)
+        asked.add_argument("names", metavar="NAME", nargs="+", help="a session as it is shown, or its id")
     return parser

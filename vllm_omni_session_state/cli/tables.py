@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -97,3 +100,91 @@ def _verdict(report: Report) -> Text:
     return Text(
         f"All right: the flag is {'on' if report.on else 'off'}, and nothing is in its way.", "bold green"
     )
+
+
+def show_sessions(found: Mapping[str, Any]) -> None:
+    """Print all sessions."""
+    Console(highlight=False).print(sessions_table(found))
+
+
+def live() -> Live:
+    """Something that is shown and changes; it is told when."""
+    return Live(console=Console(highlight=False), auto_refresh=False)
+
+
+def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | None = None) -> Group:
+    """All sessions, and one line that counts them.
+
+    Args:
+        found: What the server said.
+        at: When, where that is of interest.
+        trouble: Why this is not up to date.
+    """
+    rows = found["sessions"]
+    devices = sorted({device for row in rows for device in row["nbytes"]})
+    table = _table(f"Sessions {at}".rstrip(), "session", "state")
+    for device in devices:
+        table.add_column(device, justify="right", no_wrap=True)
+    several = any(len(row["replicas"]) > 1 or row["replicas"] != [0] for row in rows)
+    table.add_column("replicas" if several else "ranks", justify="right")
+    table.columns[0].min_width = 14  # a hash is whole, an id may be folded
+    table.columns[1].no_wrap = True
+    for row in rows:
+        where = ", ".join(map(str, row["replicas"])) if several else str(row["ranks"])
+        table.add_row(
+            row["session"],
+            Text(STATES[row["state"]], STYLES.get(row["state"], "")),
+            *(bytes_text(row["nbytes"].get(device, 0)) for device in devices),
+            Text(where if row["agree"] else f"{DIFFER} {where}", "" if row["agree"] else "yellow"),
+        )
+    parts: list[Any] = [table, _count(rows, devices)]
+    if not found["agree"]:
+        parts.append(Text(f"{DIFFER} Not all ranks say the same.", "yellow"))
+    if trouble is not None:
+        parts.append(Text(f"Not up to date: {trouble}", "bold red"))
+    return Group(*parts)
+
+
+STATES = {"in_use": "in use", "idle": "idle", "host": "on host", "disk": "on disk", "kv_only": "only KV"}
+DIFFER = "\u2260"
+STYLES = {"in_use": "bold green", "host": "cyan", "disk": "blue", "kv_only": "yellow"}
+
+
+def _count(rows: list[Mapping[str, Any]], devices: list[str]) -> Text:
+    if not rows:
+        return Text("No sessions.", "dim")
+    states = [row["state"] for row in rows]
+    counted = [f"{states.count(state)} {words}" for state, words in STATES.items() if state in states]
+    held = [
+        f"{bytes_text(sum(row['nbytes'].get(device, 0) for row in rows))} on {device}" for device in devices
+    ]
+    many = "1 session" if len(rows) == 1 else f"{len(rows)} sessions"
+    return Text(f"{many}: {', '.join(counted)}; together {', '.join(held) or 'nothing'}", "dim")
+
+
+def show_session(found: Mapping[str, Any]) -> None:
+    """Print one session with its values."""
+    console = Console(highlight=False)
+    devices = sorted({device for value in found["values"] for device in value["nbytes"]})
+    table = _table(f"Session {found['session']}: {STATES[found['state']]}", "value", "kind", "shape")
+    for device in devices:
+        table.add_column(device, justify="right", no_wrap=True)
+    for value in found["values"]:
+        cells = (bytes_text(value["nbytes"].get(device, 0)) for device in devices)
+        table.add_row(value["name"], value["kind"], value["shape"], *cells)
+    console.print(table if found["values"] else Text(f"Session {found['session']}", "bold"))
+    held = ", ".join(f"{bytes_text(count)} on {device}" for device, count in sorted(found["nbytes"].items()))
+    note = "" if found["values"] else "; what a parked session holds is not listed by value"
+    console.print(Text(f"{STATES[found['state']]}: {held or 'nothing'}, each region once{note}", "dim"))
+
+
+def bytes_text(count: int) -> str:
+    """A size for people, three digits of it."""
+    if count < 1024:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 999.5:
+            return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
+    return f"{size / 1024:.2f} TiB"

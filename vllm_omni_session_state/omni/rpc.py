@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from vllm_omni_session_state.errors import SessionStateError
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.ids import find, session_key, shown
+from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import seams
+from vllm_omni_session_state.omni import inside, seams
 from vllm_omni_session_state.omni.imports import when_imported
 from vllm_omni_session_state.omni.sleep import hook_shutdown, hook_sleep
 
@@ -73,8 +74,18 @@ def stats(worker: Any) -> Answer:
 
     def figures() -> Answer:
         manager = _manager(worker)
-        held = manager.stats()
-        return {"pid": os.getpid(), **held, "kv": _kv(worker.model_runner), "ends": dict(_counts(worker))}
+        held = {
+            **manager.stats(),
+            "used_sessions": len(inside.in_use(manager)),
+            "host_parked_nbytes": inside.parked_on_host_nbytes(manager),
+            "bounds": inside.bounds(manager),
+        }
+        return {
+            "pid": os.getpid(),
+            **held,
+            "kv": inside.kv(worker.model_runner),
+            "ends": dict(_counts(worker)),
+        }
 
     return _on_every_rank(
         figures, ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv", "ends")
@@ -91,11 +102,14 @@ def list_sessions(worker: Any) -> Answer:
 
     def sessions() -> Answer:
         manager = _manager(worker)
+        used = {shown(key) for key in inside.in_use(manager)}
+        parked = inside.parked_nbytes(manager)
         entries = [
             {key: value for key, value in dataclasses.asdict(entry).items() if key != "values"}
+            | {"used": entry.session in used, "parked_nbytes": parked.get(entry.session, 0)}
             for entry in manager.listing()
         ]
-        only_kv = [shown(key) for key in _kv_sessions(worker.model_runner) if key not in manager]
+        only_kv = [shown(key) for key in inside.kv_sessions(worker.model_runner) if key not in manager]
         order = [entry["session"] for entry in entries]
         return {"sessions": entries, "only_kv": only_kv, "order": order}
 
@@ -116,10 +130,14 @@ def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> A
 
     def look() -> Answer:
         manager = _manager(worker)
-        key = _named(name, manager.keys(), only_id=only_id)
+        key = inside.named(name, manager.keys(), only_id=only_id)
         wanted = None if key is None else shown(key)
         entry = next((entry for entry in manager.listing() if entry.session == wanted), None)
-        return {"found": entry is not None, "session": None if entry is None else dataclasses.asdict(entry)}
+        if entry is None:
+            return {"found": False, "session": None}
+        parked = inside.parked_nbytes(manager).get(entry.session, 0)
+        more = {"used": key in inside.in_use(manager), "parked_nbytes": parked}
+        return {"found": True, "session": {**dataclasses.asdict(entry), **more}}
 
     return _on_every_rank(look, ("found",))
 
@@ -128,43 +146,70 @@ def holds(worker: Any, name: str | None = None, *, only_id: bool = False) -> Ans
     """Whether the model's state of a session is there: each rank has ``found``. See ``inspect``."""
 
     def look() -> Answer:
-        return {"found": _named(name, _manager(worker).keys(), only_id=only_id) is not None}
+        return {"found": inside.named(name, _manager(worker).keys(), only_id=only_id) is not None}
 
     return _on_every_rank(look, ("found",))
 
 
-def close(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+def close(worker: Any, *names: str | None, only_id: bool = False, only_idle: bool = False) -> Answer:
     """End sessions and free all of them: the model's state and, where an engine keeps it, their KV.
 
     Args:
         worker: The host's worker.
         *names: Their ids, or as a listing shows them.
         only_id: Take a name for an id and nothing else.
+        only_idle: Leave a session that is in use as it is.
 
     Returns:
-        As for ``stats``; each rank has ``found``: for each name, whether there was such a session.
+        As for ``stats``; each rank has, one for each name, ``found``: whether there was such a session,
+        ``used``: whether it was in use, and ``shown``: how it is shown, ``None`` where there is none.
     """
-    return _end(worker, "close", names, only_id=only_id)
+    return _end(worker, "close", names, only_id=only_id, only_idle=only_idle)
 
 
-def reset(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+def reset(worker: Any, *names: str | None, only_id: bool = False, only_idle: bool = False) -> Answer:
     """Free what sessions hold so that their next steps start anew, by the host's own reset. See ``close``."""
-    return _end(worker, "reset", names, only_id=only_id)
+    return _end(worker, "reset", names, only_id=only_id, only_idle=only_idle)
 
 
 def park(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
     """Park sessions that nobody uses. See ``close``.
 
     Returns:
-        As for ``stats``; each rank has ``parked``: for each name, whether it is parked now. A rank on which
-        one of them could not be parked is not ``ok``, and the others of its names are parked.
+        As for ``close``; each rank has ``parked`` too: for each name, whether it is parked now. A rank on
+        which one of them could not be parked is not ``ok``, and the others of its names are parked.
     """
 
     def park_all() -> Answer:
         manager = _manager(worker)
-        return {"parked": _each(names, manager.keys(), manager.park, only_id=only_id)}
+        named = inside.who(manager, names, manager.keys(), only_id=only_id)
+        return {**named, "parked": _each(names, manager.keys(), manager.park, only_id=only_id)}
 
-    return _on_every_rank(park_all, ("parked",))
+    return _on_every_rank(park_all, ("found", "used", "parked"))
+
+
+def restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+    """Bring parked sessions back to the device. See ``close``; one that is in use is there already.
+
+    Returns:
+        As for ``close``; each rank has ``restored`` too: for each name, whether it is on the device now.
+        One for which the budget has no room is parked again.
+    """
+
+    def restore_all() -> Answer:
+        manager = _manager(worker)
+
+        def fetch(key: str) -> bool:
+            session = manager.peek(key)
+            if session is not None and session.parked:
+                with manager.lease(key):
+                    pass
+            return session is not None and not session.parked
+
+        named = inside.who(manager, names, manager.keys(), only_id=only_id)
+        return {**named, "restored": _each(names, manager.keys(), fetch, only_id=only_id)}
+
+    return _on_every_rank(restore_all, ("found", "used", "restored"))
 
 
 def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
@@ -187,7 +232,7 @@ def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
 
         keys = manager.keys()
         there = _each(names, keys, end, only_id=only_id)
-        known = [_named(name, keys, only_id=only_id) is not None for name in names]
+        known = [inside.named(name, keys, only_id=only_id) is not None for name in names]
         return {"gone": [gone or not was for gone, was in zip(there, known, strict=True)]}
 
     return _on_every_rank(expire_all, ("gone",))
@@ -201,25 +246,29 @@ METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_close": close,
     "session_state_reset": reset,
     "session_state_park": park,
+    "session_state_restore": restore,
     "session_state_expire": expire,
 }
 """By the name under which the worker class has them."""
 
 
-def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool) -> Answer:
+def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool, only_idle: bool) -> Answer:
     def end_all() -> Answer:
         manager, runner, counts = _manager(worker), worker.model_runner, _counts(worker)
+        keys = {*manager.keys(), *inside.kv_sessions(runner)}
+        named = inside.who(manager, names, keys, only_id=only_id)
+        kept = inside.in_use(manager) if only_idle else frozenset()
 
         def end(key: str) -> bool:
-            counts[how] += 1
-            _end_one(manager, runner, how, key)
+            if key not in kept:
+                counts[how] += 1
+                _end_one(manager, runner, how, key)
             return True
 
-        keys = {*manager.keys(), *_kv_sessions(runner)}
-        counts["absent"] += sum(_named(name, keys, only_id=only_id) is None for name in names)
-        return {"found": _each(names, keys, end, only_id=only_id)}
+        counts["absent"] += named["found"].count(False)
+        return {**named, "found": _each(names, keys, end, only_id=only_id)}
 
-    return _on_every_rank(end_all, ("found",))
+    return _on_every_rank(end_all, ("found", "used"))
 
 
 def _each(
@@ -228,17 +277,19 @@ def _each(
     """What ``act`` answers for each session that is named; false for one that is not there.
 
     Raises:
-        RuntimeError: If it failed for any; it was called for the others all the same.
+        SessionStateError: If sessions refused it; it was called for the others all the same.
+        RuntimeError: If it failed for any in another way.
     """
-    answers, failures, there = [], [], list(keys)
+    answers, failures, there, refused = [], [], list(keys), True
     for name in names:
-        key = _named(name, there, only_id=only_id)
+        key = inside.named(name, there, only_id=only_id)
         try:
             answers.append(key is not None and act(key))
         except Exception as error:  # noqa: BLE001 - the others shall be done all the same
             failures.append(f"{type(error).__name__}: {error}")
+            refused = refused and isinstance(error, SessionStateError)
     if failures:
-        raise RuntimeError("; ".join(failures))
+        raise (SessionStateError if refused else RuntimeError)("; ".join(failures))
     return answers
 
 
@@ -252,25 +303,24 @@ def _end_one(manager: SessionStateManager, runner: Any, how: str, key: str) -> N
         manager.drop_session(key)
 
 
-def _named(name: str | None, keys: Iterable[str], *, only_id: bool) -> str | None:
-    if only_id:
-        key = session_key(name)
-        return key if key in keys else None
-    return find(name, keys)
-
-
 def _on_every_rank(work: Callable[[], Answer], agree_on: tuple[str, ...]) -> Answer:
-    from vllm_omni.diffusion.worker.diffusion_worker import _all_gather_rank_values  # noqa: PLC0415
-
     try:
         mine = {"ok": True, **work()}
     except Exception as error:  # noqa: BLE001 - the others are waiting in the gather
         LOGGER.exception("a session state call failed on this rank")
-        mine = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-    ranks = [{"rank": rank, **answer} for rank, answer in enumerate(_all_gather_rank_values(mine))]
+        refused = isinstance(error, SessionStateError)
+        mine = {"ok": False, "error": f"{type(error).__name__}: {error}", "refused": refused}
+    ranks = [{"rank": rank, **answer} for rank, answer in enumerate(_gather(mine))]
     views = [[answer.get(name) for name in agree_on] for answer in ranks]
     agree = all(answer["ok"] for answer in ranks) and all(view == views[0] for view in views)
     return {"agree": agree, "ranks": ranks}
+
+
+def _gather(mine: Answer) -> list[Answer]:
+    from vllm_omni.diffusion.worker.diffusion_worker import _all_gather_rank_values  # noqa: PLC0415
+
+    values: list[Answer] = _all_gather_rank_values(mine)
+    return values
 
 
 def _manager(worker: Any) -> SessionStateManager:
@@ -291,17 +341,3 @@ def manager_of(worker: Any) -> SessionStateManager | None:
 def _counts(worker: Any) -> dict[str, int]:
     counts: dict[str, int] = vars(worker).setdefault(_COUNTS, {"close": 0, "reset": 0, "absent": 0})
     return counts
-
-
-def _kv_sessions(runner: Any) -> tuple[str, ...]:
-    """Ids of the sessions for which an AR-Diffusion runner holds KV; none for another runner."""
-    return tuple(getattr(runner, "_sessions", ()))
-
-
-def _kv(runner: Any) -> Answer | None:
-    """Sessions and blocks of the engine's KV pool; ``None`` for a runner that has none."""
-    pool = getattr(getattr(getattr(runner, "kv_cache", None), "manager", None), "block_pool", None)
-    if pool is None:
-        return None
-    blocks = pool.num_gpu_blocks - 1  # without the null block, which is nobody's
-    return {"sessions": len(_kv_sessions(runner)), "blocks": blocks, "free": pool.get_num_free_blocks()}

@@ -92,6 +92,9 @@ SERVER_MODULE = "vllm_omni.entrypoints.openai.api_server"
 SERVER_FUNCTION = Seam("omni_init_app_state", "(engine_client, state, args)")
 """Called once in each API server process, as soon as the engine and its stages are there."""
 
+SERVER_BUILDER = "build_openai_app"
+"""Of the same module; returns the application. Only the name is relied on."""
+
 SERVING_SEAMS: dict[str, tuple[Seam, ...]] = {
     "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection": (Seam("handle_connection", "(self)"),),
     "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI": (

@@ -21,7 +21,7 @@ from typing import Any
 from vllm_omni_session_state import config
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.ids import DEFAULT, show_in_the_clear
-from vllm_omni_session_state.omni import seams
+from vllm_omni_session_state.omni import operator, seams
 from vllm_omni_session_state.omni.ends import Ends
 from vllm_omni_session_state.omni.imports import when_imported
 from vllm_omni_session_state.omni.workers import Workers
@@ -49,6 +49,7 @@ def wrap(module: ModuleType) -> None:
         return
     if hasattr(host, _MARK):
         return
+    operator.note_applications(module)
 
     @functools.wraps(host)
     async def omni_init_app_state(*args: Any, **kwargs: Any) -> Any:
@@ -72,12 +73,20 @@ def connect(engine_client: Any, state: Any) -> None:
         state: The application's state, filled by the host.
     """
     stages = stages_with_sessions(engine_client)
-    policy = getattr(state, "openai_serving_realtime_robot", None)
-    if not stages or policy is None:
+    if not stages:
         return
     settings = next(iter(stages.values()))
     show_in_the_clear(settings.show_ids)
     workers = Workers(engine_client, list(stages))
+    operator.serve(workers, state, http=any(each.http for each in stages.values()))
+    policy = getattr(state, "openai_serving_realtime_robot", None)
+    if policy is not None:
+        _connect_ends(workers, state, policy, settings, list(stages))
+
+
+def _connect_ends(
+    workers: Workers, state: Any, policy: Any, settings: config.Settings, stages: list[int]
+) -> None:
     ends = Ends(
         workers.close,
         workers.holds,
@@ -102,7 +111,7 @@ def connect(engine_client: Any, state: Any) -> None:
 
     hooked = [_tried("robot websocket", robots), _tried("rollout endpoints", rollouts)]
     if any(hooked):
-        LOGGER.info("ends of sessions reach the workers of stages %s", list(stages))
+        LOGGER.info("ends of sessions reach the workers of stages %s", stages)
 
 
 def _has_tier(settings: config.Settings) -> bool:

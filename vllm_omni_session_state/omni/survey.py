@@ -90,7 +90,7 @@ def import_host() -> str | None:
 
 def survey() -> list[Look]:
     """Look at every seam, in the order in which they are hooked."""
-    found = [_look_at_loader()]
+    found = [_look_by_name(_LOADER, seams.LOADER_METHOD, "a method", _OWN_STATE)]
     for pipeline, expected in seams.PIPELINE_SEAMS.items():
         own = f"{pipeline.rpartition('.')[2]} keeps its own session state"
         found += [_look(pipeline, seam, own) for seam in expected]
@@ -108,6 +108,8 @@ def survey() -> list[Look]:
     behind = "when a worker shuts down, what is parked on the disk stays until the next one starts there"
     found.append(_look(_WORKER, seams.SHUTDOWN_SEAM, behind))
     found.append(_look(seams.SERVER_MODULE, seams.SERVER_FUNCTION, _ENDS))
+    bare = "with http on there are no routes"
+    found.append(_look_by_name(seams.SERVER_MODULE, seams.SERVER_BUILDER, "a function", bare))
     for name, expected in seams.SERVING_SEAMS.items():
         found += [_look(name, seam, _ENDS) for seam in expected]
     return found
@@ -159,14 +161,13 @@ class _Into(logging.Handler):
         self._said.append(record.getMessage())
 
 
-def _look_at_loader() -> Look:
-    place, expected = f"{_LOADER}.{seams.LOADER_METHOD}", "a method"
+def _look_by_name(owner: str, name: str, expected: str, otherwise: str) -> Look:
+    """A seam of which only the name is relied on."""
     try:
-        owner = _owner(_LOADER)
-        found = expected if callable(getattr(owner, seams.LOADER_METHOD, None)) else "nothing of that name"
+        found = expected if callable(getattr(_owner(owner), name, None)) else "nothing of that name"
     except Exception as error:  # noqa: BLE001 - whatever an import raises
         found = _failure(error)
-    return Look(place, expected, found, found == expected, _OWN_STATE)
+    return Look(f"{owner}.{name}", expected, found, found == expected, otherwise)
 
 
 def _look(name: str, seam: seams.Seam, otherwise: str) -> Look:

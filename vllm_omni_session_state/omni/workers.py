@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_session_state.events import LOGGER
@@ -19,6 +20,20 @@ class _Batch:
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.sent: asyncio.Task[list[Mapping[str, Any]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came of a question.
+
+    Attributes:
+        answers: By the number of the replica, of all stages in their order; what ranks say that failed is
+            in them.
+        failures: What those replicas said from which no answer came.
+    """
+
+    answers: dict[int, Mapping[str, Any]]
+    failures: list[str]
 
 
 class Workers:
@@ -75,29 +90,62 @@ class Workers:
             answers = await self._call("session_state_holds", key)
         return any(all(rank["found"] for rank in answer["ranks"]) for answer in answers)
 
+    async def ask(
+        self, method: str, *names: str, sent: asyncio.Event | None = None, only_idle: bool = False
+    ) -> Asked:
+        """Ask for what an operator wants; names are ids or as a listing shows them.
+
+        Args:
+            method: One of ``rpc.METHODS``.
+            *names: Its arguments.
+            sent: Set as soon as the call is on its way: before that a cancellation leaves nothing behind.
+            only_idle: Leave a session that is in use as it is.
+        """
+        async with self._turn:
+            if sent is not None:
+                sent.set()
+            if self._deaf:
+                return Asked({}, [])
+            asked = await self._replies(method, names, {"only_idle": True} if only_idle else {})
+        if not asked.answers:
+            self._hear(method, asked.failures)
+        return asked
+
     async def _call(self, method: str, *keys: str) -> list[Mapping[str, Any]]:
         if self._deaf:
             return []
-        # No time limit: the host drops a call that waited too long behind a step, and the end with it.
-        replies = await self._engine_client.collective_rpc(
-            method=method, args=keys, kwargs={"only_id": True}, stage_ids=self._stage_ids
-        )
-        answers: list[Mapping[str, Any]] = []
-        failures: list[str] = []
-        for reply in replies:  # one a replica
-            answer = reply[0] if isinstance(reply, list | tuple) and reply else reply
-            if isinstance(answer, Mapping) and "ranks" in answer:
-                answers.append(answer)
-                failures += [_failure(rank) for rank in answer["ranks"] if not rank["ok"]]
-            else:
-                failures.append(str(answer.get("error", answer) if isinstance(answer, Mapping) else answer))
-        if failures and all(f"attribute '{method}'" in failure for failure in failures):
-            # The worker has said why its model keeps its own session state. Each call is an error there.
-            self._deaf = True
-            LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
-        elif failures:
+        asked = await self._replies(method, keys, {"only_id": True})
+        answers = list(asked.answers.values())
+        failures = [_failure(rank) for answer in answers for rank in answer["ranks"] if not rank["ok"]]
+        failures += asked.failures
+        self._hear(method, failures)
+        if failures and not self._deaf:
             raise RuntimeError("; ".join(failures))
         return answers
+
+    def _hear(self, method: str, failures: list[str]) -> None:
+        """Note, once, that no worker has such a method: it has said why its model keeps its own state.
+
+        Each call is an error there.
+        """
+        if failures and not self._deaf and all(f"attribute '{method}'" in failure for failure in failures):
+            self._deaf = True
+            LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
+
+    async def _replies(self, method: str, names: tuple[str, ...], how: dict[str, bool]) -> Asked:
+        # No time limit: the host drops a call that waited too long behind a step, and the end with it.
+        replies = await self._engine_client.collective_rpc(
+            method=method, args=names, kwargs=how, stage_ids=self._stage_ids
+        )
+        asked = Asked({}, [])
+        for number, reply in enumerate(replies):  # one a replica
+            answer = reply[0] if isinstance(reply, list | tuple) and reply else reply
+            if isinstance(answer, Mapping) and "ranks" in answer:
+                asked.answers[number] = answer
+            else:
+                said = answer.get("error", answer) if isinstance(answer, Mapping) else answer
+                asked.failures.append(str(said))
+        return asked
 
 
 def _failure(rank: Mapping[str, Any]) -> str:

@@ -62,11 +62,13 @@ class Server:
         idle_timeout_s: After so many silent seconds the server closes a robot's connection.
         num_inference_steps: Denoising steps per chunk; many make a step last.
         environ: More environment variables of the server's processes.
+        api_key: Without it the server answers nobody; everything here has it.
 
     Attributes:
         port: On the loopback interface.
         idle_timeout_s: As given.
         log: The server's output.
+        headers: With which it answers.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Server:
         idle_timeout_s: float = 30.0,
         num_inference_steps: int = 2,
         environ: Mapping[str, str] | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.port = _free_port()
+        self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.idle_timeout_s = idle_timeout_s
         self.log = folder / "server.log"
         more: dict[str, Any] = {"policy_server_config": POLICY}
@@ -103,6 +107,7 @@ class Server:
             "OMP_NUM_THREADS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_SERVER_DEV_MODE": "1",  # brings /collective_rpc
+            **({} if api_key is None else {"VLLM_API_KEY": api_key}),
             **(environ or {}),
         }
         with self.log.open("w") as log:
@@ -136,7 +141,15 @@ class Server:
         """The end of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def http(self, method: str, path: str, body: Any = None, *, timeout_s: float = 120.0) -> tuple[int, Any]:
+    def http(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float = 120.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
         """Make one HTTP request.
 
         Returns:
@@ -146,7 +159,7 @@ class Server:
             f"http://127.0.0.1:{self.port}{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **(self.headers if headers is None else headers)},
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -173,7 +186,7 @@ class Server:
 
     def robot(self, session: str | None = None, *, seed: int = 0) -> Robot:
         """Connect a robot."""
-        return Robot(self.port, session, seed=seed)
+        return Robot(self.port, session, seed=seed, headers=self.headers)
 
     def rollout(self, *, seed: int = 0) -> Rollout:
         """Begin a rollout over HTTP."""
@@ -215,14 +228,23 @@ class Robot:
         port: The server's.
         session: The id that its observations name; ``None`` names none.
         seed: Of what it sees.
+        headers: Of its request for a connection.
 
     Attributes:
         config: What the server said when it connected.
     """
 
-    def __init__(self, port: int, session: str | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        port: int,
+        session: str | None = None,
+        *,
+        seed: int = 0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.session = session
         self._port = port
+        self._headers = headers
         self._rng = np.random.default_rng(seed)
         self._steps = 0
         self.connect()
@@ -232,7 +254,10 @@ class Robot:
         from websockets.sync.client import connect
 
         self._socket = connect(
-            f"ws://127.0.0.1:{self._port}/v1/realtime/robot/openpi", max_size=None, compression=None
+            f"ws://127.0.0.1:{self._port}/v1/realtime/robot/openpi",
+            max_size=None,
+            compression=None,
+            additional_headers=self._headers,
         )
         self._sockets = [*getattr(self, "_sockets", ()), self._socket]
         self.config = self.receive()

@@ -1,0 +1,324 @@
+"""The routes, over workers that are fakes: what they answer, what they refuse, what they never show."""
+
+import logging
+import urllib.parse
+
+import pytest
+from desk_fakes import FakeEngine, Live
+
+from vllm_omni_session_state.ids import hashed
+from vllm_omni_session_state.omni import operator, seams
+
+pytestmark = pytest.mark.host
+
+SESSIONS = "/v1/session_state/sessions"
+ACTS = {"close": "closed", "reset": "reset", "park": "parked", "restore": "restored"}
+SECRET = "robot-0815-secret"
+KEY = "a-key-of-the-server"
+
+
+def at(name, *more):
+    return "/".join((SESSIONS, urllib.parse.quote(name, safe=""), *more))
+
+
+def error_of(answer):
+    """The error in its one form: its status, type and all of it."""
+    status, content = answer
+    assert set(content) == {"error"}
+    error = content["error"]
+    assert {"type", "message", "code"} <= set(error)
+    assert error["code"] == status
+    assert error["message"]
+    return status, error["type"], error
+
+
+def test_a_listing_shows_each_session_once_with_its_bytes_and_place(live):
+    server = live("a", "b", "c")
+    assert server.engine.managers[0].park("b")
+    status, found = server.http("GET", SESSIONS)
+    assert status == 200
+    assert found["agree"]
+    rows = {row["session"]: row for row in found["sessions"]}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        hashed("a"): "idle",
+        hashed("b"): "host",
+        hashed("c"): "idle",
+    }
+    assert rows[hashed("a")]["nbytes"] == rows[hashed("b")]["nbytes"] == {"cpu": 4096}
+    assert all(row["replicas"] == [0] and row["ranks"] == 1 and row["agree"] for row in rows.values())
+
+
+def test_a_session_of_several_replicas_is_one_row_with_the_bytes_of_all(live):
+    engine = FakeEngine(replicas=2, options={"http": True})
+    engine.begin("a", "b", replica=0)
+    engine.begin("a", replica=1)
+    rows = {row["session"]: row for row in live(engine=engine).http("GET", SESSIONS)[1]["sessions"]}
+    assert rows[hashed("a")]["nbytes"] == {"cpu": 8192}
+    assert rows[hashed("a")]["replicas"] == [0, 1]
+    assert rows[hashed("b")]["replicas"] == [0]
+
+
+def test_ranks_that_differ_are_shown_to_differ(live):
+    server = live()
+    entry = {"session": "s-1", "place": "device", "used": False, "nbytes": {"cuda:0": 5}, "parked_nbytes": 0}
+    ranks = [
+        {"rank": 0, "ok": True, "sessions": [entry], "only_kv": ["s-2"]},
+        {"rank": 1, "ok": True, "sessions": [], "only_kv": ["s-2"]},
+    ]
+    server.engine.replies = [[{"agree": False, "ranks": ranks}]]
+    status, found = server.http("GET", SESSIONS)
+    assert status == 200
+    assert not found["agree"]
+    assert [(row["session"], row["state"], row["agree"]) for row in found["sessions"]] == [
+        ("s-1", "idle", False),
+        ("s-2", "kv_only", True),
+    ]
+
+
+@pytest.mark.parametrize("name_of", [str, hashed])
+def test_one_session_is_shown_with_every_value_and_no_content(live, name_of):
+    status, found = live(SECRET).http("GET", at(name_of(SECRET)))
+    assert status == 200
+    assert found["session"] == hashed(SECRET)
+    assert found["values"] == [
+        {"name": "frames", "kind": "Tensor", "bucket": "attrs", "shape": "(4, 256)", "nbytes": {"cpu": 4096}}
+    ]
+
+
+@pytest.mark.parametrize("how", ACTS)
+@pytest.mark.parametrize("name_of", [str, hashed])
+def test_what_is_done_to_a_session_is_done_to_it_alone(live, how, name_of):
+    server = live("a", "b")
+    manager = server.engine.managers[0]
+    if how == "restore":
+        manager.park("a")
+    status, found = server.http("POST", at(name_of("a"), how))
+    assert status == 200
+    assert found == {"session": hashed("a"), "done": ACTS[how], "replicas": [0], "agree": True}
+    places = {entry.session: entry.place for entry in manager.listing()}
+    assert places.pop(hashed("b")) == "device"
+    assert (
+        places
+        == {
+            "close": {},
+            "reset": {},
+            "park": {hashed("a"): "host"},
+            "restore": {hashed("a"): "device"},
+        }[how]
+    )
+
+
+def test_a_parked_session_that_is_restored_holds_what_it_held(live):
+    server = live("a")
+    session = server.engine.managers[0].peek("a")
+    session.attrs["frames"].fill_(7)
+    assert server.http("POST", at("a", "park"))[0] == 200
+    assert session.parked
+    assert server.http("POST", at("a", "restore"))[0] == 200
+    assert bool((session.attrs["frames"] == 7).all())
+
+
+@pytest.mark.parametrize("path", ["", *(f"/{how}" for how in ACTS)])
+def test_nobody_is_unknown(live, path):
+    answer = live("a").http("POST" if path else "GET", at("nobody") + path)
+    assert error_of(answer)[:2] == (404, "not_found")
+
+
+@pytest.mark.parametrize("how", ACTS)
+def test_a_session_in_use_is_left_as_it_is(live, how):
+    server = live("a")
+    manager = server.engine.managers[0]
+    with manager.lease("a") as session:
+        assert server.http("GET", SESSIONS)[1]["sessions"][0]["state"] == "in_use"
+        assert error_of(server.http("POST", at("a", how)))[:2] == (409, "in_use")
+        assert session.attrs["frames"].shape == (4, 256)
+    assert server.http("GET", SESSIONS)[1]["sessions"][0]["state"] == "idle"
+
+
+def test_what_a_session_refuses_is_said_in_the_words_of_the_refusal(live):
+    server = live("a", engine=FakeEngine(options={"http": True}, host_budget=None))
+    status, kind, error = error_of(server.http("POST", at("a", "park")))
+    assert (status, kind) == (409, "refused")
+    assert f"session {hashed('a')} stays on the device: there is nowhere to park it" in error["message"]
+
+
+def test_a_worker_that_fails_is_named_without_the_words_of_its_error(live, monkeypatch):
+    server = live(SECRET)
+    monkeypatch.setattr(server.engine.managers[0], "listing", lambda: {}[SECRET])
+    status, kind, error = error_of(server.http("GET", SESSIONS))
+    assert (status, kind) == (502, "worker_failed")
+    assert "replica 0 rank 0 (KeyError)" in error["message"]
+
+
+def test_a_call_that_the_host_cannot_make_is_an_error_of_the_one_form(live):
+    server = live("a")
+
+    async def collective_rpc(**_):
+        raise ValueError(SECRET)
+
+    server.engine.collective_rpc = collective_rpc
+    status, kind, error = error_of(server.http("GET", SESSIONS))
+    assert (status, kind) == (502, "worker_failed")
+    assert SECRET not in error["message"]
+
+
+def test_workers_without_managed_state_say_so(live):
+    server = live()
+    server.engine.replies = [{"supported": False, "error": "no attribute 'session_state_list'"}]
+    assert error_of(server.http("GET", SESSIONS))[:2] == (502, "worker_failed")
+
+
+def test_a_worker_that_is_too_slow_is_answered_for_with_the_last_known_figures(live):
+    server = live("a", "b")
+    assert server.http("GET", SESSIONS)[0] == 200  # has the figures renewed
+    wait_until(lambda: ("session_state_stats", ()) in server.engine.calls[1:])
+    server.step_runs(True)
+    status, kind, error = error_of(server.http("POST", at("a", "close"), {"timeout_s": 0.2}))
+    assert (status, kind, error["pending"]) == (504, "timeout", True)
+    assert error["last_known"]["age_s"] > 0
+    figures = error["last_known"]["figures"]
+    assert (figures["sessions"], figures["idle"], figures["nbytes:cpu"]) == (2, 2, 8192)
+    # The next one waits behind it, is given up and leaves nothing behind.
+    assert error_of(server.http("POST", at("b", "close"), {"timeout_s": 0.2}))[2]["pending"] is False
+    server.step_runs(False)
+    wait_until(lambda: "a" not in server.engine.managers[0])
+    assert "b" in server.engine.managers[0]
+    assert ("session_state_close", ("b",)) not in server.engine.calls
+
+
+def test_figures_that_nobody_knows_yet_are_none(live):
+    engine = FakeEngine(options={"http": True})
+    engine.replies = []
+    server = live(engine=engine)
+    server.step_runs(True)
+    assert error_of(server.http("GET", f"{SESSIONS}?timeout_s=0.1"))[2]["last_known"] is None
+
+
+def wait_until(holds, within_s=10.0):
+    import time
+
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"[]",
+        b"3",
+        b'{"timeout_s": 0}',
+        b'{"timeout_s": NaN}',
+        b'{"timeout_s": 1e999}',
+        b'{"timeout_s": "soon"}',
+        b'{"force": true}',
+        b'{"\\ud800": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_a_bad_body_is_refused_and_does_nothing(live, raw):
+    server = live("a")
+    assert error_of(server.http("POST", at("a", "close"), raw=raw))[:2] == (422, "bad_request")
+    assert "a" in server.engine.managers[0]
+
+
+@pytest.mark.parametrize("query", ["timeout_s=0", "timeout_s=nan", "timeout_s=", "timeout_s=%ff"])
+def test_a_bad_query_is_refused(live, query):
+    assert error_of(live().http("GET", f"{SESSIONS}?{query}"))[:2] == (422, "bad_request")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a/b", "a/close", "/", "..", "a b", "ä/€", "%2F", "?x=1#y", "a\nb", "s-0123456789ab", "\x00", "close"],
+)
+def test_an_id_may_hold_any_character(live, name):
+    server = live(name, "other")
+    assert server.http("GET", at(name))[1]["session"] == hashed(name)
+    assert server.http("POST", at(name, "close"))[0] == 200
+    assert server.engine.managers[0].keys() == ("other",)
+
+
+def test_an_id_that_no_url_can_carry_is_named_as_it_is_shown(live):
+    server = live("\ud800")
+    assert server.http("POST", at(hashed("\ud800"), "close"))[0] == 200
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_no_answer_shows_an_id_unless_that_is_asked_for(live, show):
+    from vllm_omni_session_state.ids import show_in_the_clear
+
+    server = live(SECRET, show_ids=show)
+    show_in_the_clear(show)  # as the worker does
+    said = [server.http("GET", SESSIONS), server.http("GET", at(SECRET))]
+    with server.engine.managers[0].lease(SECRET):
+        said.append(server.http("POST", at(SECRET, "park")))
+    said += [server.http("POST", at(SECRET, how)) for how in ("restore", "park", "restore", "reset", "close")]
+    said.append(server.http("POST", at(SECRET, "close"), {SECRET: 1})) if show else None
+    said.append(server.http("GET", at(SECRET)))
+    shown = [answer for answer in said if SECRET in str(answer)]
+    assert bool(shown) is show
+    assert {status for status, _ in said} == ({200, 404, 409, 422} if show else {200, 404, 409})
+
+
+def test_without_the_servers_key_every_route_answers_401_and_does_nothing(live):
+    server = live("a", api_key=KEY)
+    for path, methods in ours(server).items():
+        for method in methods:
+            where = path.replace("{name}", "a")
+            assert server.http(method.upper(), where) == (401, {"error": "Unauthorized"})
+            assert server.http(method.upper(), where, api_key="another")[0] == 401
+    assert not [call for call in server.engine.calls if call[0] != "session_state_stats"]
+    assert server.http("GET", SESSIONS, api_key=KEY)[0] == 200
+
+
+def ours(server):
+    """The paths of the routes, as the server's own description has them."""
+    paths = server.app.openapi()["paths"]
+    return {path: item for path, item in paths.items() if path.startswith("/v1/session_state")}
+
+
+def test_every_route_is_described_with_what_it_answers(live):
+    found = ours(live())
+    assert {(path, *item) for path, item in found.items()} == {
+        (SESSIONS, "get"),
+        (f"{SESSIONS}/{{name}}", "get"),
+        *((f"{SESSIONS}/{{name}}/{how}", "post") for how in ACTS),
+    }
+    names = [each["operationId"] for item in found.values() for each in item.values()]
+    assert len(set(names)) == len(names) == 6
+    for item in found.values():
+        for each in item.values():
+            assert {"200", "401", "422", "502", "504"} <= set(each["responses"])
+
+
+def test_without_the_setting_there_is_no_route_and_nothing_is_said(live, caplog):
+    caplog.set_level(logging.INFO, logger="vllm_omni.session_state")
+    server = live("a", http=False)
+    assert ours(server) == {}
+    assert server.http("GET", SESSIONS)[0] == 404
+    assert server.engine.calls == []
+    assert caplog.messages == []
+
+
+def test_an_application_that_was_built_in_another_way_is_left_alone_and_said_once(monkeypatch, caplog):
+    from vllm_omni_session_state.events import forget_said
+
+    forget_said()
+    monkeypatch.setattr(operator, "note_applications", lambda module: None)
+    monkeypatch.setattr(operator, "_applications", [])
+    server = Live()
+    try:
+        assert ours(server) == {}
+        (line,) = [line for line in caplog.messages if "/v1/session_state" in line]
+        assert "found another way" in line
+    finally:
+        server.stop()
+
+
+def test_the_host_builds_its_application_by_the_function_that_is_wrapped():
+    from vllm_omni.entrypoints.openai import api_server
+
+    assert callable(getattr(api_server, seams.SERVER_BUILDER))

@@ -1,0 +1,168 @@
+"""What an operator asks for over HTTP, and what is answered: plain data, or a refusal with its status.
+
+Nothing here knows of HTTP but the numbers. No answer repeats a name as it was asked for: whoever reads it
+may be shown hashes only, and an id is a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm_omni_session_state.omni import merged
+from vllm_omni_session_state.omni.figures import Figures
+from vllm_omni_session_state.omni.workers import Asked, Workers
+
+ACTS = {"close": "close", "reset": "reset", "park": "parked", "restore": "restored"}
+"""By what can be done to a session the key under which a rank says that it is done so."""
+
+DONE = {"close": "closed", "reset": "reset", "park": "parked", "restore": "restored"}
+
+UNKNOWN, IN_USE, REFUSED, FAILED, SLOW, BAD = (
+    "not_found",
+    "in_use",
+    "refused",
+    "worker_failed",
+    "timeout",
+    "bad_request",
+)
+"""Types of an error."""
+
+
+class RefusedError(Exception):
+    """What is answered instead.
+
+    Attributes:
+        status: Of the answer.
+        content: The answer.
+    """
+
+    def __init__(self, status: int, kind: str, message: str, **more: object) -> None:
+        self.status = status
+        self.content = {"error": {"type": kind, "message": message, "code": status, **more}}
+        super().__init__(message)
+
+
+class Desk:
+    """Answers for the workers of one API server.
+
+    Args:
+        workers: Whom to ask.
+        figures: The last known ones.
+    """
+
+    def __init__(self, workers: Workers, figures: Figures) -> None:
+        self._workers = workers
+        self._figures = figures
+        self._under_way: set[asyncio.Task[Asked]] = set()
+
+    async def sessions(self, *, timeout_s: float) -> dict[str, Any]:
+        """All sessions.
+
+        Raises:
+            RefusedError: With what is to be answered; so for all methods here.
+        """
+        asked = await self._ask("session_state_list", timeout_s=timeout_s)
+        agree = not asked.failures and all(answer["agree"] for answer in asked.answers.values())
+        return {"sessions": merged.rows(asked.answers), "agree": agree}
+
+    async def session(self, name: str, *, timeout_s: float) -> dict[str, Any]:
+        """One session with its values, never their content."""
+        row = merged.one((await self._ask("session_state_inspect", name, timeout_s=timeout_s)).answers)
+        if row is None:
+            raise _unknown()
+        return row
+
+    async def act(self, how: str, name: str, *, timeout_s: float) -> dict[str, Any]:
+        """Close, reset, park or restore one session that nobody uses."""
+        asked = await self._ask(
+            f"session_state_{how}", name, timeout_s=timeout_s, only_idle=how in ("close", "reset")
+        )
+        ranks = list(merged.ranks_of(asked.answers))
+        there = [(replica, rank) for replica, rank in ranks if rank["found"][0]]
+        if not there:
+            raise _unknown()
+        if any(rank["used"][0] for _, rank in there):
+            raise RefusedError(
+                409, IN_USE, "the session is in use; nothing has changed. Ask again between two requests"
+            )
+        done = "found" if how in ("close", "reset") else ACTS[how]
+        if not all(rank[done][0] for _, rank in there):
+            raise RefusedError(409, REFUSED, f"the session is not {DONE[how]}: the budgets have no room")
+        return {
+            "session": there[0][1]["shown"][0],
+            "done": DONE[how],
+            "replicas": sorted({replica for replica, _ in there}),
+            "agree": all(asked.answers[replica]["agree"] for replica, _ in there),
+        }
+
+    async def _ask(self, method: str, *names: str, timeout_s: float, only_idle: bool = False) -> Asked:
+        sent = asyncio.Event()
+        task = asyncio.get_running_loop().create_task(
+            self._workers.ask(method, *names, sent=sent, only_idle=only_idle)
+        )
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise self._slow(task, timeout_s, pending=sent.is_set())
+        error = task.exception()
+        if error is not None:
+            # What an error of the host says can name an id.
+            raise RefusedError(502, FAILED, f"the call failed ({type(error).__name__}); see the server's log")
+        asked = task.result()
+        self._figures.want()
+        self._judge(asked)
+        return asked
+
+    def _slow(self, task: asyncio.Task[Asked], timeout_s: float, *, pending: bool) -> RefusedError:
+        if pending:
+            task.add_done_callback(_let_be)
+            what = "the call is on its way and takes effect when the step that runs is over"
+        else:
+            task.cancel()
+            what = "others are before it; nothing was sent"
+        known = self._figures.known
+        last = None
+        if known is not None:
+            last = {"age_s": round(known.age_s, 3), "figures": merged.totals(known.answers)}
+        return RefusedError(
+            504,
+            SLOW,
+            f"no worker answered within timeout_s={timeout_s:g}: {what}",
+            pending=pending,
+            last_known=last,
+        )
+
+    @staticmethod
+    def _judge(asked: Asked) -> None:
+        """Refuse for what failed on some rank."""
+        failed = [
+            (f"replica {replica} rank {rank['rank']}", rank)
+            for replica, answer in asked.answers.items()
+            for rank in answer["ranks"]
+            if not rank["ok"]
+        ]
+        if failed and all(rank.get("refused") for _, rank in failed):  # in our own words: no id is in them
+            said = "; ".join(f"{where}: {_words(rank['error'])}" for where, rank in failed)
+            raise RefusedError(409, REFUSED, said)
+        if failed or not asked.answers:
+            said = ", ".join(f"{where} ({rank['error'].partition(':')[0]})" for where, rank in failed)
+            where = said or "every replica: no worker manages session state"
+            raise RefusedError(502, FAILED, f"a call failed on {where}; see the worker's log")
+
+
+def _unknown() -> RefusedError:
+    return RefusedError(
+        404, UNKNOWN, "there is no such session; names are shown by GET /v1/session_state/sessions"
+    )
+
+
+def _words(error: str) -> str:
+    return error.removeprefix("SessionStateError: ").partition("Error: ")[2] or error
+
+
+def _let_be(task: asyncio.Task[Asked]) -> None:
+    """Nobody waits for it any more; its error has been said by the worker."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,127 @@
+"""One view of what all replicas and ranks say: a session is one row, wherever its parts are.
+
+Bytes are added up over ranks and replicas. What they do not agree on is shown as ``agree: false``, never
+hidden; the worker's answer itself has each rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+STATES = ("in_use", "idle", "host", "disk", "kv_only")
+"""Where a session is: used by a forward, on the device with nobody using it, parked, or only engine KV."""
+
+Answers = Mapping[int, Mapping[str, Any]]
+"""By the number of the replica what its ranks answer."""
+
+Row = dict[str, Any]
+
+
+def ranks_of(answers: Answers) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each rank that did well, with its replica's number."""
+    for replica, answer in answers.items():
+        yield from ((replica, rank) for rank in answer["ranks"] if rank["ok"])
+
+
+def state_of(entry: Mapping[str, Any]) -> str:
+    """The state of one entry of a listing."""
+    if entry["place"] != "device":
+        return str(entry["place"])
+    return "in_use" if entry["used"] else "idle"
+
+
+def rows(answers: Answers) -> list[Row]:
+    """The sessions of ``session_state_list``, least recently used first, one row for each."""
+    found: dict[str, Row] = {}
+    for replica, rank in ranks_of(answers):
+        for entry in rank["sessions"]:
+            _add(found, replica, entry["session"], state_of(entry), _held(entry))
+        for session in rank["only_kv"]:
+            _add(found, replica, session, "kv_only", {})
+    for row in found.values():
+        expected = sum(len(answers[replica]["ranks"]) for replica in row["replicas"])
+        row["agree"] = row["agree"] and row["ranks"] == expected
+    return list(found.values())
+
+
+def one(answers: Answers) -> Row | None:
+    """The session of ``session_state_inspect`` with its values; ``None`` where nobody has it."""
+    found: dict[str, Row] = {}
+    values: dict[str, Row] = {}
+    for replica, rank in ranks_of(answers):
+        entry = rank["session"]
+        if entry is None:
+            continue
+        _add(found, replica, entry["session"], state_of(entry), _held(entry))
+        for value in entry["values"]:
+            mine = {name: value[name] for name in ("name", "kind", "bucket", "shape")}
+            merged = values.setdefault(value["name"], {**mine, "nbytes": {}})
+            _sum(merged["nbytes"], value["nbytes"])
+    if not found:
+        return None
+    row = next(iter(found.values()))
+    row["agree"] = row["agree"] and all(
+        answer["agree"] for replica, answer in answers.items() if replica in row["replicas"]
+    )
+    return {**row, "values": list(values.values())}
+
+
+def _held(entry: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of one entry by device, with those where it is parked; ``disk`` for a file."""
+    held = dict(entry["nbytes"])
+    if entry["parked_nbytes"]:
+        _sum(held, {"disk" if entry["place"] == "disk" else "cpu": entry["parked_nbytes"]})
+    return held
+
+
+def _add(found: dict[str, Row], replica: int, session: str, state: str, nbytes: Mapping[str, int]) -> None:
+    row = found.setdefault(
+        session,
+        {"session": session, "state": state, "nbytes": {}, "replicas": [], "ranks": 0, "agree": True},
+    )
+    row["ranks"] += 1
+    row["agree"] = row["agree"] and row["state"] == state
+    row["state"] = min(row["state"], state, key=STATES.index)
+    if replica not in row["replicas"]:
+        row["replicas"].append(replica)
+    _sum(row["nbytes"], nbytes)
+
+
+def _sum(into: dict[str, int], nbytes: Mapping[str, int]) -> None:
+    for device, count in nbytes.items():
+        into[device] = into.get(device, 0) + count
+
+
+def totals(answers: Answers) -> dict[str, int]:
+    """The figures of ``session_state_stats`` in few.
+
+    Sessions by state, counted on each replica's first rank that did well; bytes by device, over all ranks.
+    """
+    found: dict[str, int] = dict.fromkeys(("sessions", "in_use", "idle", "host", "disk"), 0)
+    seen: set[int] = set()
+    for replica, rank in ranks_of(answers):
+        for device, count in device_nbytes(rank):
+            found[f"nbytes:{device}"] = found.get(f"nbytes:{device}", 0) + count
+        if replica not in seen:
+            seen.add(replica)
+            found["sessions"] += rank["sessions"]
+            for state, count in by_state(rank).items():
+                found[state] += count
+    return found
+
+
+def by_state(rank: Mapping[str, Any]) -> dict[str, int]:
+    """Sessions of one rank's ``session_state_stats``, by their state."""
+    on_device = rank["sessions"] - rank["parked_sessions"]
+    return {
+        "in_use": rank["used_sessions"],
+        "idle": max(0, on_device - rank["used_sessions"]),
+        "host": rank["parked_sessions"] - rank["disk_sessions"],
+        "disk": rank["disk_sessions"],
+    }
+
+
+def device_nbytes(rank: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    """Bytes by device of one rank's ``session_state_stats``."""
+    return [(key.partition(":")[2], count) for key, count in rank.items() if key.startswith("nbytes:")]

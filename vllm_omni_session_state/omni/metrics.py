@@ -1,0 +1,183 @@
+"""The metrics ``vllm_omni_session_state:*`` on the server's own ``/metrics``, from the last known figures.
+
+A scrape reads what is there and never waits; it has the figures renewed behind it. What counts sessions or
+events is of each replica's first rank, since all ranks of one decide alike; bytes are of each rank. No label
+is a session. Not here: seconds and bytes of moves, which nobody measures yet.
+
+Imported only in a server whose flag is on: it needs the Prometheus client, which the host brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.omni.figures import LINGER_S, Figures
+from vllm_omni_session_state.omni.merged import Answers, by_state, device_nbytes, ranks_of
+
+PREFIX = "vllm_omni_session_state:"
+"""Not the host's own ``vllm:``, which it removes from the registry when an engine starts."""
+
+_COUNTS = {
+    "hits": "Steps that found their session.",
+    "misses": "Sessions that were begun.",
+    "evictions": "Sessions that left the table to make room.",
+    "parks": "Sessions that were parked.",
+    "restores": "Parked sessions that were brought back.",
+}
+"""By the figure of ``stats()``, with what it counts."""
+
+_MORE = {"staged": "staged_nbytes", "outside": "outside", "detached": "detached_nbytes"}
+"""By the kind the figure of ``stats()`` that counts bytes beside those of the sessions of the table."""
+
+Sample = tuple[list[str], float]
+
+
+class SessionStateCollector(Collector):
+    """Answers scrapes.
+
+    Args:
+        figures: The last known ones.
+    """
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def describe(self) -> Iterable[Metric]:
+        """The names, so that nobody else registers one."""
+        return families({}, None)
+
+    def collect(self) -> Iterator[Metric]:
+        """What is known; never waits."""
+        self._figures.want(linger_s=LINGER_S)
+        known = self._figures.known
+        if known is None:
+            return iter(families({}, None))
+        return iter(families(known.answers, known.age_s))
+
+
+_registered: dict[CollectorRegistry, SessionStateCollector] = {}
+
+
+def register(figures: Figures, registry: CollectorRegistry = REGISTRY) -> None:
+    """Have scrapes answered from these figures, and from no earlier ones of this process."""
+    earlier = _registered.pop(registry, None)
+    if earlier is not None:
+        registry.unregister(earlier)
+    _registered[registry] = collector = SessionStateCollector(figures)
+    registry.register(collector)
+
+
+def families(answers: Answers, age_s: float | None) -> list[Metric]:
+    """All metrics.
+
+    Args:
+        answers: Of ``session_state_stats``.
+        age_s: How old they are; ``None`` where there are none.
+    """
+    every = list(ranks_of(answers))
+    first: dict[int, Mapping[str, Any]] = {}
+    for replica, rank in every:
+        first.setdefault(replica, rank)
+    found: list[Metric] = [_gauge("figures_age_seconds", "Age of these figures.", (), _age(age_s))]
+    found.append(_gauge("agree", "Whether all ranks say the same.", ("replica",), _agree(answers)))
+    found.append(_gauge("ranks_ok", "Ranks that answer.", ("replica",), _answering(answers)))
+    states = [
+        ([f"{n}", state], count) for n, rank in first.items() for state, count in by_state(rank).items()
+    ]
+    found.append(_gauge("sessions", "Sessions, by where they are.", ("replica", "state"), states))
+    held = [
+        ([f"{n}", f"{rank['rank']}", *labels], count) for n, rank in every for labels, count in _bytes(rank)
+    ]
+    where = ("replica", "rank", "tier", "device", "kind")
+    found.append(_gauge("bytes", "Bytes of the sessions of the table.", where, held))
+    more = [
+        ([f"{n}", f"{rank['rank']}", kind], rank[key]) for n, rank in every for kind, key in _MORE.items()
+    ]
+    found.append(
+        _gauge("more_bytes", "Bytes beside the sessions of the table.", ("replica", "rank", "kind"), more)
+    )
+    budgets = [
+        ([f"{n}", tier], rank["bounds"][tier])
+        for n, rank in first.items()
+        for tier in ("device", "host", "disk")
+        if tier in rank["bounds"]
+    ]
+    found.append(
+        _gauge("budget_bytes", "Budget of one rank, where one is set.", ("replica", "tier"), budgets)
+    )
+    limits = [
+        ([f"{n}", what], count)
+        for n, rank in first.items()
+        for what, count in (("kept", rank["max_sessions"]), ("parked", rank["bounds"]["max_parked"]))
+    ]
+    found.append(_gauge("max_sessions", "Sessions that may be kept, or parked.", ("replica", "what"), limits))
+    blocks = [
+        ([f"{n}", state], count)
+        for n, rank in first.items()
+        if rank["kv"] is not None
+        for state, count in (
+            ("free", rank["kv"]["free"]),
+            ("used", rank["kv"]["blocks"] - rank["kv"]["free"]),
+        )
+    ]
+    found.append(_gauge("kv_blocks", "Blocks of the engine's KV pool.", ("replica", "state"), blocks))
+    for name, words in _COUNTS.items():
+        found.append(
+            _counter(name, words, ("replica",), [([f"{n}"], rank[name]) for n, rank in first.items()])
+        )
+    ends = [([f"{n}", how], count) for n, rank in first.items() for how, count in rank["ends"].items()]
+    found.append(_counter("ends", "Ends that arrived, by what came of them.", ("replica", "how"), ends))
+    lost = [
+        ([f"{n}", reason.value], rank.get(f"lost:{reason.value}", 0))
+        for n, rank in first.items()
+        for reason in Reason
+    ]
+    found.append(_counter("lost", "Sessions dropped that no client had ended.", ("replica", "reason"), lost))
+    return found
+
+
+def _age(age_s: float | None) -> list[Sample]:
+    return [] if age_s is None else [([], age_s)]
+
+
+def _agree(answers: Answers) -> list[Sample]:
+    return [([f"{replica}"], float(answer["agree"])) for replica, answer in answers.items()]
+
+
+def _answering(answers: Answers) -> list[Sample]:
+    return [
+        ([f"{replica}"], sum(rank["ok"] for rank in answer["ranks"])) for replica, answer in answers.items()
+    ]
+
+
+def _bytes(rank: Mapping[str, Any]) -> Iterator[Sample]:
+    """Bytes of one rank by tier, device and kind, each once."""
+    parked = rank["host_parked_nbytes"]
+    for device, count in device_nbytes(rank):
+        if device == "cpu":
+            yield ["host", device, "live"], count - parked
+        else:
+            yield ["device", device, "live"], count
+    yield ["host", "cpu", "parked"], parked
+    yield ["disk", "disk", "parked"], rank["disk_nbytes"]
+
+
+def _gauge(name: str, words: str, labels: tuple[str, ...], samples: Iterable[Sample]) -> Metric:
+    return _filled(GaugeMetricFamily(f"{PREFIX}{name}", words, labels=labels), samples)
+
+
+def _counter(name: str, words: str, labels: tuple[str, ...], samples: Iterable[Sample]) -> Metric:
+    return _filled(CounterMetricFamily(f"{PREFIX}{name}", words, labels=labels), samples)
+
+
+def _filled(family: Any, samples: Iterable[Sample]) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    metric: Metric = family
+    return metric
