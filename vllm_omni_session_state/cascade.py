@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from time import perf_counter
 
 from vllm_omni_session_state.errors import (
     CannotParkError,
@@ -25,10 +25,11 @@ from vllm_omni_session_state.errors import (
     without_frames,
 )
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.exchange import Exchange, failed_somewhere
+from vllm_omni_session_state.exchange import Exchange, failed_somewhere, moved_or_left
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
+from vllm_omni_session_state.moves import Move, Moves
 from vllm_omni_session_state.parking import (
     Filed,
     Level,
@@ -45,7 +46,7 @@ from vllm_omni_session_state.session import Declaration, host_fields
 from vllm_omni_session_state.settlement import held_of
 from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
-from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier, Parcel
 
 
@@ -61,6 +62,7 @@ class Cascade:
 
     Attributes:
         spiller: Moves older items of a session's lists to the disk, where there is one.
+        moves: How long moves took, and how much moved.
         declaration: What the model declared of one session.
         engine_nbytes: What an engine keeps of one session in its pool at most, which moves with the rest.
     """
@@ -82,16 +84,29 @@ class Cascade:
         self.engine_nbytes = 0
         self._exchange = exchange
         self._table = table
-        self._left: list[Ticket] = []  # files that could not be removed yet; they count until they are
+        self.moves = Moves()
 
     def __bool__(self) -> bool:
         """Whether there is a tier at all."""
         return self.host is not None or self.disk is not None
 
     def figures(self) -> dict[str, int]:
-        """Bytes of the files on the disk, and of these what sessions have spilled."""
-        spilled = 0 if self.spiller is None else self.spiller.nbytes
-        return {"disk_nbytes": 0 if self.disk is None else self.disk.nbytes, "spilled_nbytes": spilled}
+        """Bytes in each tier, of these what sessions have spilled, and what is and was read ahead."""
+        host, disk, spiller = self.host, self.disk, self.spiller
+        return {
+            "host_parked_nbytes": 0 if host is None else host.nbytes,
+            "disk_nbytes": 0 if disk is None else disk.nbytes,
+            "spilled_nbytes": 0 if spiller is None else spiller.nbytes,
+            "ahead_nbytes": 0 if disk is None else disk.ahead.nbytes,
+            "restores_ahead": 0 if disk is None else disk.ahead.taken,
+        }
+
+    def begin(self, key: str) -> bool:
+        """Begin to bring a session's file into host memory; whether there is one that is not on its way."""
+        with self._table.lock:
+            seat = self._table.seats.get(key)
+            held = None if seat is None or seat.moving or seat.parked is None else seat.parked.held
+        return isinstance(held, Filed) and self.disk is not None and self.disk.begin(held.ticket)
 
     @property
     def on_host(self) -> frozenset[str]:
@@ -116,11 +131,14 @@ class Cascade:
         table, session = self._table, seat.session
         refused: Exception | None = None
         parked: Parked | None = None
+        began = perf_counter()
         try:
             parked = self._move(seat, swap)
+            self._note_move("park", parked, began)
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
             refused = without_frames(error)  # they hold what should have moved
             self._note(seat, refused)
+            self.moves.note_failed(Move.PARK_DISK if self.host is None else Move.PARK_HOST)
             device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
         held = None if parked is None else held_of(seat, parked)
         with table.lock:
@@ -169,6 +187,7 @@ class Cascade:
         failed: Exception | None = None if no_place is None else SessionStateError(no_place)
         assert parked is not None, "only a parked session is brought back"
         part: Part | None = None
+        began = perf_counter()
         try:
             if failed is None:
                 part = fetch(parked, self.host, self.disk)
@@ -178,9 +197,12 @@ class Cascade:
         if self._exchange is not None:
             failed = failed_somewhere(self._exchange, failed)
         if failed is None:
+            self._note_move("restore", parked, began)
             self._discard(parked)
-        elif part is not None:
-            session.let_go(part)  # another rank could not
+        else:
+            self.moves.note_failed(Move(f"restore:{parked.level.value}"))
+            if part is not None:
+                session.let_go(part)  # another rank could not
         with table.lock:
             seat.moving = False
             if failed is None:
@@ -207,8 +229,7 @@ class Cascade:
                 tier.check()
         if self.disk is not None:
             files = [each.held.ticket.nbytes for each in parked if isinstance(each.held, Filed)]
-            left = [ticket.nbytes for ticket in self._left]
-            assert self.disk.nbytes >= sum(files) + sum(left), "a parked session has no file"
+            assert self.disk.nbytes >= sum(files), "a parked session has no file"
 
     def _move(self, seat: Seat, swap: Parked | None) -> Parked:
         """Park a session in the upper tier, for which others go on, else in the lower one."""
@@ -221,7 +242,8 @@ class Cascade:
             try:
                 self._agree(Level.HOST, host.budget, len(table.hosted), swap)
                 live = self._live_nbytes() - lent_by(swap, Level.HOST)
-                return self._or_in_place(
+                return moved_or_left(
+                    self._exchange,
                     lambda: park(session, host, on_host=self.on_host, live_nbytes=live),  # noqa: B023
                     lambda: park_in_place(session, Level.HOST, on_host=self.on_host),
                 )
@@ -234,7 +256,8 @@ class Cascade:
         assert disk is not None, "there is a tier"
         self._agree(Level.DISK, disk.budget, table.on_disk, swap)
         lent = lent_by(swap, Level.DISK)
-        return self._or_in_place(
+        return moved_or_left(
+            self._exchange,
             lambda: park_on_disk(session, disk, on_host=self.on_host, lent=lent),
             lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
         )
@@ -257,13 +280,16 @@ class Cascade:
             assert there is not None, "it is parked"
             table.fetch(seat)
         session, here, refused = seat.session, there, None
+        began = perf_counter()
         try:
             self._agree(Level.DISK, disk.budget, table.on_disk, swap)
             lent = lent_by(swap, Level.DISK)
-            here = self._or_in_place(
+            here = moved_or_left(
+                self._exchange,
                 lambda: sink(session, there, disk, on_host=on_host, lent=lent),
                 lambda: dataclasses.replace(there, level=Level.DISK),
             )
+            self._note_move("sink", here, began)
         except Exception as error:  # noqa: BLE001 - as above
             refused = without_frames(error)
         held = held_of(seat, here)
@@ -276,6 +302,7 @@ class Cascade:
             self._discard(there)
         if refused is not None:
             self._note(seat, refused)
+            self.moves.note_failed(Move.SINK)
             if not isinstance(refused, NotWritableError):
                 raise refused
         return True
@@ -295,21 +322,9 @@ class Cascade:
         if wanted > room:
             raise TierFullError(level.value, wanted=wanted, room=room, setting=_SETTINGS[level])
 
-    def _or_in_place(self, move: Callable[[], Parked], stay: Callable[[], Parked]) -> Parked:
-        try:
-            return move()
-        except Exception as error:
-            if self._exchange is None:
-                raise
-            # The other ranks have moved theirs by now.
-            say_once(
-                logging.WARNING,
-                ("in place",),
-                "what this rank has of a parked session stays where it is, beyond its budget: %s: %s",
-                type(error).__name__,
-                error,
-            )
-        return stay()
+    def _note_move(self, how: str, parked: Parked, began: float) -> None:
+        move = Move(f"{how}:{parked.level.value}")
+        self.moves.note(move, seconds=perf_counter() - began, nbytes=parked.nbytes)
 
     def _note(self, seat: Seat, refused: Exception) -> None:
         """Say of a refusal what an operator must know, once."""
@@ -325,20 +340,11 @@ class Cascade:
             say_once(logging.WARNING, ("tier", refused.purpose, refused.why), "%s", refused)
 
     def _discard(self, parked: Parked) -> None:
-        """What was parked is elsewhere now, or has ended. Never raises."""
+        """What was parked is elsewhere now, or has ended."""
         if isinstance(parked.held, Parcel) and self.host is not None:
             self.host.drop(parked.held)
-        with self._table.lock:
-            files, self._left = self._left, []
-        if isinstance(parked.held, Filed):
-            files.append(parked.held.ticket)
-        for ticket in files:
-            try:
-                assert self.disk is not None, "there is a file"
-                self.disk.drop(ticket)
-            except TierFaultError as error:  # noqa: PERF203 - one that stays keeps no other from going
-                self._left.append(ticket)
-                say_once(logging.WARNING, ("left", error.why), "%s. It is tried again", error)
+        elif isinstance(parked.held, Filed) and self.disk is not None:
+            self.disk.drop(parked.held.ticket)
 
 
 _SETTINGS = {Level.HOST: "host_budget", Level.DISK: "disk.budget"}

@@ -38,6 +38,16 @@ class Seat:
         return not self.leases and not self.moving and self.parked is None
 
     @property
+    def used(self) -> bool:
+        """Whether somebody uses it, or it is on its way."""
+        return self.leases > 0 or self.moving
+
+    @property
     def where(self) -> str:
         """The tier that has it, or ``"device"``."""
         return "device" if self.parked is None else self.parked.level.value
+
+    @property
+    def parked_nbytes(self) -> int:
+        """Bytes that it takes in the tier that has it."""
+        return 0 if self.parked is None else self.parked.nbytes

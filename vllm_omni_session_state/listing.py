@@ -36,7 +36,9 @@ class Entry:
     Attributes:
         session: The session's shown id.
         place: ``"device"``, or ``"host"`` or ``"disk"`` for a parked one, of which no values are listed.
+        used: Whether somebody uses it, or it is on its way.
         nbytes: Bytes by device, each region once.
+        parked_nbytes: Bytes that it takes in the tier in which it is parked.
         device_nbytes: Bytes of the values that its model keeps on the device, without an engine's pool.
         declared_nbytes: What the model declared of these; ``None`` where it declares nothing.
         values: What it holds, objects first.
@@ -44,24 +46,35 @@ class Entry:
 
     session: str
     place: str
+    used: bool
     nbytes: dict[str, int]
+    parked_nbytes: int
     device_nbytes: int
     declared_nbytes: int | None
     values: tuple[Value, ...]
 
 
-def entry_of(session: SessionState, declaration: Declaration | None, *, place: str) -> Entry:
+def entry_of(
+    session: SessionState,
+    declaration: Declaration | None,
+    *,
+    place: str,
+    used: bool,
+    parked_nbytes: int,
+) -> Entry:
     """List one session. It walks the values, so it is for an operator's look and not for every step.
 
     Args:
         session: The session.
         declaration: What its model declared.
         place: The tier in which it is, if it is parked.
+        used: Whether somebody uses it, or it is on its way.
+        parked_nbytes: Bytes that it takes there.
     """
     declared = None if declaration is None else declaration.device_nbytes
     if session.parked:
         held = footprint(*session.away()).nbytes_by_device()
-        return Entry(shown(session.key), place, held, 0, declared, ())
+        return Entry(shown(session.key), place, used, held, parked_nbytes, 0, declared, ())
     objects = [
         _value(name, type(obj).__name__, "object", obj.holds() if obj.resident else None)
         for name, obj in list(session.objects.items())
@@ -73,6 +86,8 @@ def entry_of(session: SessionState, declaration: Declaration | None, *, place: s
     return Entry(
         session=shown(session.key),
         place="device",
+        used=used,
+        parked_nbytes=0,
         nbytes=session.nbytes_by_device(),
         device_nbytes=footprint(*session.contents(without=on_host | session.engine_names)).nbytes,
         declared_nbytes=declared,

@@ -161,6 +161,33 @@ class SessionStateManager:
         """
         return self.room.send(session_key(session_id))
 
+    def restore(self, session_id: str | None) -> bool:
+        """Bring a parked session back; where the budgets have no room for it, it is parked again.
+
+        Returns:
+            Whether it is on the device now.
+
+        Raises:
+            TypeError: For an id that is no string.
+            SessionRestoreFailedError: As for ``lease()``.
+        """
+        session = self.peek(session_id)
+        if session is not None and session.parked:
+            with self.lease(session_id):
+                pass
+        return session is not None and not session.parked
+
+    def begin_restore(self, session_id: str | None) -> bool:
+        """Read a session that is parked on the disk into host memory in the background: its step is near.
+
+        Returns:
+            Whether it is parked there, and is being read. Few are at once, beside ``host_budget``.
+
+        Raises:
+            TypeError: For an id that is no string.
+        """
+        return self.cascade.begin(session_key(session_id))
+
     def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
         """The seat of a session that is on the device; waits, restores and makes room as it must."""
         table, asked, why = self._table, False, None
@@ -245,9 +272,7 @@ class SessionStateManager:
         with self._table.lock:
             self._table.losses.record(key, reason)
         LOGGER.warning(
-            "session %s is lost (%s): its rollout starts over at its next step",
-            shown(key),
-            reason.value,
+            "session %s is lost (%s): its rollout starts over at its next step", shown(key), reason.value
         )
 
     def drop_all(self) -> int:
@@ -265,30 +290,42 @@ class SessionStateManager:
 
     def keys(self) -> tuple[str, ...]:
         """The key of every session: parked ones, then idle ones by last use, then those in use."""
-        with self._table.lock:
-            seats = self._table.seats
-            parked = [key for key, seat in seats.items() if seat.parked is not None]
-            used = [key for key, seat in seats.items() if not seat.idle and seat.parked is None]
-            return (*parked, *self._table.order, *used)
+        return self._table.keys()
 
     def listing(self) -> tuple[Entry, ...]:
         """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
         seats = map(self._table.seats.get, self.keys())
         return tuple(
-            entry_of(seat.session, self.declaration, place=seat.where) for seat in seats if seat is not None
+            entry_of(
+                seat.session,
+                self.declaration,
+                place=seat.where,
+                used=seat.used,
+                parked_nbytes=seat.parked_nbytes,
+            )
+            for seat in seats
+            if seat is not None
         )
+
+    def used(self, session_id: str | None) -> bool:
+        """Whether somebody uses the session of that id, or it is on its way."""
+        with self._table.lock:
+            seat = self._table.seats.get(session_key(session_id))
+            return seat is not None and seat.used
 
     def stats(self) -> dict[str, int]:
         """Counters, and bytes as of each session's last settlement.
 
         Returns:
-            ``sessions``, ``max_sessions``, ``hits``, ``misses``, ``evictions``; ``total_nbytes`` and one
-            ``nbytes:<device>`` per device, over the table's sessions where they are now, each region once.
-            Apart from these: ``shared_nbytes`` (reached by two or more of them), ``staged_nbytes``,
-            ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by somebody),
-            ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and of these
-            ``disk_sessions``, ``disk_nbytes`` (of all files) and of these ``spilled_nbytes``, ``parks``,
-            ``restores``, and one ``lost:<reason>`` for each reason for which somebody was lost.
+            ``sessions``, ``max_sessions``, ``used_sessions`` (in use, or on their way to a tier), ``hits``,
+            ``misses``, ``evictions``; ``total_nbytes`` and one ``nbytes:<device>`` per device, over the
+            table's sessions where they are now, each region once. Apart from these: ``shared_nbytes``
+            (reached by two or more of them), ``staged_nbytes``, ``detached_sessions`` and
+            ``detached_nbytes`` (left the table, still held by somebody), ``outside`` (what the host keeps
+            of sessions outside of them), ``parked_sessions`` and of these ``disk_sessions``,
+            ``host_parked_nbytes``, ``disk_nbytes`` (of all files) and of these ``spilled_nbytes``,
+            ``ahead_nbytes`` (read ahead, in host memory), ``parks``, ``restores`` and of these
+            ``restores_ahead``, and one ``lost:<reason>`` for each reason for which somebody was lost.
         """
         return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 

@@ -71,6 +71,13 @@ class Parked:
     held: Parcel | Filed | None
     alive: dict[int, torch.UntypedStorage]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in its tier."""
+        if isinstance(self.held, Parcel):
+            return len(self.held.slab)
+        return 0 if self.held is None else self.held.ticket.nbytes
+
 
 def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], live_nbytes: int) -> Parked:
     """Move a session's device part to host memory. Afterwards every touch of the session raises.
@@ -121,11 +128,7 @@ def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[s
 
 def lent_by(swap: Parked | None, level: Level) -> int:
     """Bytes of a tier that a session gives back when it comes up in exchange for one that goes down."""
-    if swap is None or swap.level is not level:
-        return 0
-    if isinstance(swap.held, Parcel):
-        return len(swap.held.slab)
-    return 0 if swap.held is None else swap.held.ticket.nbytes
+    return swap.nbytes if swap is not None and swap.level is level else 0
 
 
 def park_on_disk(

@@ -86,6 +86,17 @@ class Room:
         """The rest of the device has been given away: from now on the budget can only become smaller."""
         self._most = self._device_budget
 
+    def bounds(self) -> dict[str, int]:
+        """Bytes of ``device``, ``host`` and ``disk``, where they are bounded, and ``max_parked``."""
+        host, disk = self.cascade.host, self.cascade.disk
+        held = {
+            "device": self._device_budget,
+            "host": None if host is None else host.budget,
+            "disk": None if disk is None else disk.budget,
+            "max_parked": self.cascade.max_parked,
+        }
+        return {name: value for name, value in held.items() if value is not None}
+
     def crowded(self) -> bool:
         """Whether a new session must wait for room that an idle one can give. Lock held."""
         if not len(self._table.order):

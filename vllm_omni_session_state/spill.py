@@ -14,7 +14,6 @@ from collections import deque
 from typing import Any
 
 from vllm_omni_session_state import rebuild, skeleton
-from vllm_omni_session_state.errors import TierFaultError
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.ids import fingerprint
 from vllm_omni_session_state.objects import LatentBuffer
@@ -34,7 +33,7 @@ class Spiller:
     """Moves items of buffers to one disk tier.
 
     Attributes:
-        nbytes: Of the segments' files that are there.
+        nbytes: Of the segments' files.
     """
 
     def __init__(self, tier: DiskTier) -> None:
@@ -42,7 +41,6 @@ class Spiller:
         self.orphans: deque[Ticket] = deque()  # filled by the garbage collector, at any time in any thread
         self._tier = tier
         self._lock = threading.Lock()
-        self._resisting: list[Ticket] = []  # files that could not be removed yet
         self._failed: weakref.WeakKeyDictionary[LatentBuffer[Any], int] = weakref.WeakKeyDictionary()
 
     def spill(self, key: str, buffer: LatentBuffer[Any]) -> None:
@@ -95,25 +93,12 @@ class Spiller:
         return items
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a segment's file; one that resists is tried again with later ones. Never raises."""
-        try:
-            self._tier.drop(ticket)
-        except TierFaultError as error:
-            with self._lock:
-                self._resisting.append(ticket)
-            say_once(logging.WARNING, ("spill", "remove"), "video latents stay on the disk: %s", error)
-            return
+        """Remove a segment's file."""
+        self._tier.drop(ticket)
         with self._lock:
             self.nbytes -= ticket.nbytes
 
-    def _remove_again(self) -> None:
-        with self._lock:
-            resisting, self._resisting = self._resisting, []
-        for ticket in resisting:
-            self.remove(ticket)
-
     def _write(self, key: str, items: list[Any]) -> _OnDisk:
-        self._remove_again()
         packed = pack(items, take=lambda _: True)
         written = skeleton.write(packed.skeleton, packed.storages)
         ticket = self._tier.put(

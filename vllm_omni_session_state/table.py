@@ -157,11 +157,19 @@ class Table:
             self.accounts.close(seat.session.serial)
             return seat
 
+    def keys(self) -> tuple[str, ...]:
+        """Keys of all: parked ones, then idle ones by last use, then those in use. Takes the lock."""
+        with self.lock:
+            parked = [key for key, seat in self.seats.items() if seat.parked is not None]
+            used = [key for key, seat in self.seats.items() if not seat.idle and seat.parked is None]
+            return (*parked, *self.order, *used)
+
     def figures(self) -> dict[str, int]:
         """Counters and bytes. Takes the lock."""
         with self.lock:
             return {
                 "sessions": len(self.seats),
+                "used_sessions": len(self.seats) - self.parked - len(self.order),
                 "parked_sessions": self.parked,
                 "disk_sessions": self.on_disk,
                 "hits": self.hits,

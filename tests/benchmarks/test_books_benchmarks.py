@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from profiles import LONG
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -41,6 +42,7 @@ def run(module, *arguments):
     return done.stdout
 
 
+@pytest.mark.skipif(not LONG, reason="a benchmark from end to end: part of the long run")
 def test_accounting_shows_every_figure_with_what_is_wanted_of_it():
     printed = run("benchmarks.accounting", "--quick")
     last = json.loads(printed.splitlines()[-1])

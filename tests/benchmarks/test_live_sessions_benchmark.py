@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from profiles import LONG
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +44,7 @@ def run(*arguments, status):
     return done.stdout, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.skipif(not LONG, reason="five sessions, three times over: part of the long run")
 def test_the_last_line_counts_the_outputs_and_those_that_are_wrong_with_the_plugin_and_without():
     printed, last = run("-m", "benchmarks.live_sessions", "--quick", status=0)
     assert [last[name] for name in ("sessions", "room", "steps", "outputs", "wrong")] == [5, 3, 3, 15, 0]

@@ -18,6 +18,7 @@ from omni_tiny.cosmos3 import FLAG_VARIABLE, TinyCosmos3
 from omni_tiny.cosmos3_requests import SERVES, cosmos3_request
 from omni_tiny.lockstep import Lockstep
 from omni_tiny.ranks import RankFailedError, run_in_ranks
+from profiles import LONG
 
 pytestmark = pytest.mark.host
 
@@ -100,6 +101,7 @@ def host_alone(rank, checkpoint):
     return has, same, refusal
 
 
+@pytest.mark.skipif(not LONG, reason="what the host does without the plugin: part of the long run")
 def test_the_host_alone_has_a_manager_by_flag_and_by_environment_and_refuses_transfer_with_it(
     cosmos3_checkpoint,
 ):

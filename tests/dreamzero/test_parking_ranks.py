@@ -37,7 +37,16 @@ def expected(dreamzero_checkpoint, tmp_path_factory):
         return outputs(omni, list)
 
 
-@pytest.mark.parametrize("bound", ["device budget", "engine's pool"])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        "engine's pool",
+        pytest.param(
+            "device budget",
+            marks=pytest.mark.skipif(not LONG, reason="two more ranks: part of the long run"),
+        ),
+    ],
+)
 def test_two_ranks_of_a_served_dreamzero_park_together_and_every_output_is_equal(
     expected, dreamzero_checkpoint, tmp_path, bound
 ):

@@ -387,6 +387,34 @@ def test_a_park_that_fails_is_said_and_the_session_goes_on(caplog):
     assert "was not parked: RuntimeError: rank 0: no room" in caplog.text
 
 
+def test_the_restore_of_a_session_begins_while_its_step_waits_behind_two_others(caplog):
+    begun = []
+
+    @run
+    async def scenario():
+        async def begin(key):
+            begun.append(key)
+            raise RuntimeError("rank 0: no disk")
+
+        server, done = Server(begin=begin), [asyncio.Event() for _ in "abcdef"]
+        steps = []
+        for key, event in zip("abcdef", done, strict=True):
+            steps.append(asyncio.create_task(server.step(key, until=event)))
+            await soon()
+        assert begun == ["c", "d"], "a runs, b is next, and the worker hears of the others in between"
+        for event, now in zip(done, (["d", "e"], ["e", "f"], ["f"], [], [], []), strict=True):
+            begun.clear()
+            event.set()
+            await soon()
+            assert begun == now
+        await asyncio.gather(*steps)
+        assert all(key in server.ends for key in "abcdef"), "the steps go on although it failed"
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        scenario()
+    assert "was not brought back early: RuntimeError: rank 0: no disk" in caplog.text
+
+
 class Ageing:
     """Workers that have some sessions parked; an expiry takes a while."""
 

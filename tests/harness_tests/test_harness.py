@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from profiles import LONG
 
 pytestmark = pytest.mark.host
 
@@ -73,6 +74,7 @@ def test_the_runner_keeps_exactly_as_many_sessions_as_asked_for(dreamzero_checkp
             assert list(model.runner._sessions) == ["b", "c"]
 
 
+@pytest.mark.skipif(not LONG, reason="four workers, of the harness alone: part of the long run")
 def test_workers_with_and_without_the_flag_live_one_after_the_other_and_side_by_side(dreamzero_checkpoint):
     from omni_tiny.inproc import TinyDreamZero
 

@@ -72,7 +72,8 @@ def test_robots_of_a_server_are_each_as_if_alone(crowd, alone, dreamzero_checkpo
     from omni_tiny.serve import Server
     from omni_tiny.ways_to_end import clear, left_in_the_end
 
-    settings = {"session_state": OPTIONS, "capacity": ROOM, "idle_timeout_s": 120.0}
+    options = {"disk": {"path": str(tmp_path / "parked"), "budget": "16GiB"}}
+    settings = {"session_state": options, "capacity": ROOM, "idle_timeout_s": 120.0}
     with Server(dreamzero_checkpoint, tmp_path, **settings) as server:
         clear(server)
         clients = [Client(server, crowd, number) for number in range(crowd.sessions)]
@@ -82,7 +83,9 @@ def test_robots_of_a_server_are_each_as_if_alone(crowd, alone, dreamzero_checkpo
         assert len(actions) == crowd.sessions * crowd.steps
         wrong = [key for key, found in actions.items() if alone[key].actions.tobytes() != found.tobytes()]
         assert wrong == []
-        served_all(server.call("session_state_stats"), crowd.sessions)
+        answer = server.call("session_state_stats")
+        served_all(answer, crowd.sessions)
+        assert all(rank["restores_ahead"] for rank in answer["ranks"]), "files are read behind other steps"
         for client in clients:
             client.robot.hang_up()
         left_in_the_end(server)

@@ -18,7 +18,7 @@ ROWS = (
     ("contract", "segments", "objects", "paged", "session", "listing"),
     (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
-        *("ledger", "accounts", "order"),
+        *("ledger", "accounts", "order", "moves"),
     ),
     ("errors", "events", "sizes", "config", "regions", "ids", "losses", "origins"),
 )

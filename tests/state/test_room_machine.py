@@ -20,7 +20,7 @@ from vllm_omni_session_state.errors import (
     SessionStateLostError,
     TierFaultError,
 )
-from vllm_omni_session_state.parking import Level, Parked
+from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.release import Watch
 from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.tiers.disk import DiskTier
@@ -64,9 +64,11 @@ class FaultyDisk(Faulty, DiskTier):
 
     fault = staticmethod(lambda: TierFaultError("do it", file="/disk", why="as asked", remedy="none"))
 
-    def drop(self, held):
-        self._fail()
-        return super().drop(held)
+    def _remove_strays(self):
+        if self.failing > 0:
+            self.failing -= 1
+        else:
+            super()._remove_strays()
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +182,22 @@ class RoomMachine(RuleBasedStateMachine):
         assert not (parked and self.leases.get(key))
 
     @rule(key=KEYS)
+    def begin_restore(self, key):
+        """Its file is read in the background, whatever becomes of it meanwhile."""
+        place = {entry.session: entry.place for entry in self.manager.listing()}.get(shown(key))
+        assert self.manager.begin_restore(key) is (place == "disk")
+
+    @rule(key=KEYS)
+    def restore(self, key):
+        try:
+            restored = self.manager.restore(key)
+        except SessionRestoreFailedError:
+            assert self.manager.peek(key).parked, "it is where it was"
+            return
+        session = self.manager.peek(key)
+        assert restored is (session is not None and not session.parked)
+
+    @rule(key=KEYS)
     def reset(self, key):
         """The model's own reset: in a lease, everything is emptied and begins anew."""
         if self.leases.get(key):
@@ -289,9 +307,7 @@ class RoomMachine(RuleBasedStateMachine):
         assert self.host is None or self.host.nbytes == 0
         if self.disk is not None:
             self.disk.failing = 0
-            self.manager.cascade._discard(
-                Parked(Level.DISK, None, None, {})
-            )  # what could not be removed before
+            self.disk._remove_strays()  # what could not be removed before
             assert self.disk.nbytes == 0
             self.disk.close()
             Path(self.folder).rmdir()

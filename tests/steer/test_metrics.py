@@ -195,8 +195,10 @@ def test_workers_without_managed_state_are_asked_once(live, monkeypatch):
 
 
 def names_of(expression):
-    """The metrics of ours that a PromQL expression asks for, with the labels that it speaks of."""
-    return set(re.findall(rf"{metrics.PREFIX}\w+", expression))
+    """The metrics of ours that a PromQL expression asks for."""
+    return {
+        re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(rf"{metrics.PREFIX}\w+", expression)
+    }
 
 
 def known_names():

@@ -75,7 +75,8 @@ def test_a_call_during_a_long_step_is_too_slow_and_takes_effect_after_it(server,
         time.sleep(EVERY_S)
         ask("GET")
         time.sleep(EVERY_S)  # the figures are renewed behind it
-        robot.send_step(lasts_s=2.0)
+        robot.send_step(lasts_s=3.0)
+        time.sleep(0.5)  # it has reached the worker
         status, answer = ask("POST", f"/{session}/close", {"timeout_s": 0.5})
         assert (status, answer["error"]["type"], answer["error"]["pending"]) == (504, "timeout", True)
         assert answer["error"]["last_known"]["figures"]["sessions"] >= 1

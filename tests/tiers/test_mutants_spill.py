@@ -199,7 +199,7 @@ def nobody_sweeps():
 
 
 def a_file_that_resists_is_forgotten():
-    return patched(Spiller, "_remove_again", lambda self: self._resisting.clear())
+    return patched(DiskTier, "_remove_strays", lambda self: self._strays.clear())
 
 
 def a_full_disk_is_tried_at_each_step():

@@ -70,7 +70,7 @@ class SpillMachine(RuleBasedStateMachine):
                 self.held.clear()
                 self.manager.drop_all()
                 self.manager.cascade.spiller.sweep()
-                self.manager.cascade.spiller._remove_again()
+                self.disk._remove_strays()
                 assert self.disk.nbytes == self.manager.cascade.spiller.nbytes == 0
                 self.disk.check()
                 self.disk.close()
@@ -191,14 +191,15 @@ class SpillMachine(RuleBasedStateMachine):
         self.manager.check()
         self.disk.check()
         sessions = [*map(self.manager.peek, self.manager.keys()), *self.held]
-        tickets = [*spiller.orphans, *spiller._resisting]
+        tickets = [*spiller.orphans]
         for session in {id(session): session for session in sessions}.values():
             objects = session._away[1] if session.parked else session.objects
             if FIELD in objects:
                 tickets += [segment._ticket for segment in objects[FIELD]._segments._segments]
         assert len(tickets) == len(set(tickets)), "a file of two"
         assert set(tickets) == set(self.disk._tickets.values()), "a file of nobody, or none of somebody"
-        assert self.disk.nbytes == spiller.nbytes == sum(ticket.nbytes for ticket in tickets)
+        assert spiller.nbytes == sum(ticket.nbytes for ticket in tickets)
+        assert self.disk.nbytes == spiller.nbytes + sum(self.disk._strays.values())
         for key, wanted in self.model.items():
             session = self.manager.peek(key)
             if not session.parked:

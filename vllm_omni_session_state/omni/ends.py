@@ -21,6 +21,11 @@ from dataclasses import dataclass, field
 from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.ids import shown
 
+_SOON = range(2, 4)
+"""Places in the line of steps whose sessions are brought back early. The first one runs, and the worker hears
+of it when that is over: the second one begins then, and behind it is time for those that follow.
+"""
+
 
 @dataclass(slots=True)
 class _Live:
@@ -70,6 +75,8 @@ class Ends:
         expire: Ends a session in the workers if it is parked there; whether it is gone. An exception is said
             and changes nothing here.
         expire_s: Seconds after its last step when a parked session ends; 0 ends none.
+        begin: Has the workers begin to bring a session back whose step waits behind others'. An exception is
+            said and changes nothing here.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class Ends:
         idle_park_s: float = 0.0,
         expire: Callable[[str], Awaitable[bool]] | None = None,
         expire_s: float = 0.0,
+        begin: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._close = close
         self._holds = holds
@@ -90,7 +98,9 @@ class Ends:
         self._idle_park_s = idle_park_s
         self._expire = expire
         self._expire_s = expire_s
-        self._parks: set[asyncio.Task[None]] = set()
+        self._begin = begin
+        self._steps: dict[object, str] = {}  # under way, of all sessions, in the order in which they came
+        self._sent: set[asyncio.Task[None]] = set()
         self._live: dict[str, _Live] = {}
         self._arriving: dict[str, asyncio.Task[None]] = {}
 
@@ -117,12 +127,19 @@ class Ends:
         live.named = live.named or named
         live.running += 1
         live.quiet.clear()
+        this = object()
+        self._steps[this] = key
+        if len(self._steps) - 1 in _SOON:
+            self._come_soon(key)
         for timer in (live.parking, live.aging):
             if timer is not None:
                 timer.cancel()
         try:
             yield
         finally:
+            del self._steps[this]
+            for soon in list(self._steps.values())[_SOON.start : _SOON.stop]:
+                self._come_soon(soon)
             live.running -= 1
             if not live.running:
                 live.quiet.set()
@@ -202,7 +219,7 @@ class Ends:
         """No step is under way: from now on the session grows old."""
         loop = asyncio.get_running_loop()
         if self._park is not None and self._idle_park_s:
-            live.parking = loop.call_later(self._idle_park_s, self._park_idle, key, self._park)
+            live.parking = loop.call_later(self._idle_park_s, self._send, key, self._park, "was not parked")
         if self._expire is not None and self._expire_s:
             live.aging = loop.call_later(self._expire_s, self._end_old, key, live, self._expire)
 
@@ -226,16 +243,22 @@ class Ends:
         task = self._arriving[key] = asyncio.get_running_loop().create_task(ask())
         task.add_done_callback(lambda done: self._arrived(key, done))
 
-    def _park_idle(self, key: str, park: Callable[[str], Awaitable[None]]) -> None:
+    def _come_soon(self, key: str) -> None:
+        if self._begin is not None:
+            self._send(key, self._begin, "was not brought back early")
+
+    def _send(self, key: str, call: Callable[[str], Awaitable[None]], otherwise: str) -> None:
+        """Have the workers do something that nobody waits for; the session goes on where it fails."""
+
         async def send() -> None:
             try:
-                await park(key)
+                await call(key)
             except Exception as error:  # noqa: BLE001 - the session is where it was, and goes on
-                LOGGER.warning("session %s was not parked: %s: %s", shown(key), type(error).__name__, error)
+                LOGGER.warning("session %s %s: %s: %s", shown(key), otherwise, type(error).__name__, error)
 
         task = asyncio.get_running_loop().create_task(send())
-        self._parks.add(task)  # a loop holds its tasks only weakly
-        task.add_done_callback(self._parks.discard)
+        self._sent.add(task)  # a loop holds its tasks only weakly
+        task.add_done_callback(self._sent.discard)
 
     def _arrived(self, key: str, task: asyncio.Task[None]) -> None:
         if self._arriving.get(key) is task:

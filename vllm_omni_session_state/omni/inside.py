@@ -10,43 +10,6 @@ from typing import Any
 
 from vllm_omni_session_state.ids import find, session_key, shown
 from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.parking import Filed
-
-
-def in_use(manager: SessionStateManager) -> frozenset[str]:
-    """Keys of the sessions that somebody uses or that are on their way."""
-    table = manager._table
-    with table.lock:
-        return frozenset(key for key, seat in table.seats.items() if seat.leases or seat.moving)
-
-
-def parked_nbytes(manager: SessionStateManager) -> dict[str, int]:
-    """Bytes that each parked session takes where it is parked, by its shown id: of its slab or its file."""
-    table = manager._table
-    with table.lock:
-        held = {key: seat.parked.held for key, seat in table.seats.items() if seat.parked is not None}
-    return {
-        shown(key): each.ticket.nbytes if isinstance(each, Filed) else each.slab.nbytes
-        for key, each in held.items()
-        if each is not None
-    }
-
-
-def bounds(manager: SessionStateManager) -> dict[str, int]:
-    """What is enforced: ``device``, ``host`` and ``disk`` in bytes where they are set, and ``max_parked``."""
-    host, disk = manager.cascade.host, manager.cascade.disk
-    held = {
-        "device": manager.room.device_budget,
-        "host": None if host is None else host.budget,
-        "disk": None if disk is None else disk.budget,
-        "max_parked": manager.cascade.max_parked,
-    }
-    return {name: value for name, value in held.items() if value is not None}
-
-
-def parked_on_host_nbytes(manager: SessionStateManager) -> int:
-    """Bytes of host memory in which sessions are parked, as reserved."""
-    return 0 if manager.cascade.host is None else manager.cascade.host.nbytes
 
 
 def kv_sessions(runner: Any) -> tuple[str, ...]:
@@ -75,10 +38,10 @@ def who(
     manager: SessionStateManager, names: tuple[str | None, ...], keys: Iterable[str], *, only_id: bool
 ) -> dict[str, list[Any]]:
     """Who is meant by each name: whether it is there, whether it is in use, and how it is shown."""
-    there, used = list(keys), in_use(manager)
+    there = list(keys)
     found = [named(name, there, only_id=only_id) for name in names]
     return {
         "found": [key is not None for key in found],
-        "used": [key in used for key in found],
+        "used": [key is not None and manager.used(key) for key in found],
         "shown": [None if key is None else shown(key) for key in found],
     }

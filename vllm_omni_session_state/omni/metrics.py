@@ -2,21 +2,23 @@
 
 A scrape reads what is there and never waits; it has the figures renewed behind it. What counts sessions or
 events is of each replica's first rank, since all ranks of one decide alike; bytes are of each rank. No label
-is a session. Not here: seconds and bytes of moves, which nobody measures yet.
+is a session.
 
 Imported only in a server whose flag is on: it needs the Prometheus client, which the host brings.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.moves import NBYTES, SECONDS
 from vllm_omni_session_state.omni.figures import LINGER_S, Figures
 from vllm_omni_session_state.omni.merged import Answers, by_state, device_nbytes, ranks_of
 
@@ -29,10 +31,16 @@ _COUNTS = {
     "evictions": "Sessions that left the table to make room.",
     "parks": "Sessions that were parked.",
     "restores": "Parked sessions that were brought back.",
+    "restores_ahead": "Of these, those whose file was read before their step began.",
 }
 """By the figure of ``stats()``, with what it counts."""
 
-_MORE = {"staged": "staged_nbytes", "outside": "outside", "detached": "detached_nbytes"}
+_MORE = {
+    "staged": "staged_nbytes",
+    "outside": "outside",
+    "detached": "detached_nbytes",
+    "ahead": "ahead_nbytes",
+}
 """By the kind the figure of ``stats()`` that counts bytes beside those of the sessions of the table."""
 
 Sample = tuple[list[str], float]
@@ -139,6 +147,15 @@ def families(answers: Answers, age_s: float | None) -> list[Metric]:
         for reason in Reason
     ]
     found.append(_counter("lost", "Sessions dropped that no client had ended.", ("replica", "reason"), lost))
+    failed = [
+        ([f"{n}", *move.split(":")], held["failed"])
+        for n, rank in first.items()
+        for move, held in rank["moves"].items()
+    ]
+    words = "Moves that were refused or failed; the session is where it was."
+    found.append(_counter("moves_failed", words, ("replica", "move", "tier"), failed))
+    found.append(_histogram("move_seconds", "Seconds that a move took.", every, "seconds", SECONDS))
+    found.append(_histogram("move_bytes", "Bytes that a move moved.", every, "nbytes", NBYTES))
     return found
 
 
@@ -174,6 +191,25 @@ def _gauge(name: str, words: str, labels: tuple[str, ...], samples: Iterable[Sam
 
 def _counter(name: str, words: str, labels: tuple[str, ...], samples: Iterable[Sample]) -> Metric:
     return _filled(CounterMetricFamily(f"{PREFIX}{name}", words, labels=labels), samples)
+
+
+def _histogram(
+    name: str,
+    words: str,
+    ranks: list[tuple[int, Mapping[str, Any]]],
+    what: str,
+    bounds: tuple[float, ...],
+) -> Metric:
+    labels = ("replica", "rank", "move", "tier")
+    family = HistogramMetricFamily(f"{PREFIX}{name}", words, labels=labels)
+    upper = [*(f"{float(bound)}" for bound in bounds), "+Inf"]
+    for n, rank in ranks:
+        for move, held in rank["moves"].items():
+            counts = itertools.accumulate(held[what]["counts"])
+            where = [f"{n}", f"{rank['rank']}", *move.split(":")]
+            family.add_metric(where, list(zip(upper, counts, strict=True)), held[what]["total"])
+    metric: Metric = family
+    return metric
 
 
 def _filled(family: Any, samples: Iterable[Sample]) -> Metric:

@@ -74,15 +74,11 @@ def stats(worker: Any) -> Answer:
 
     def figures() -> Answer:
         manager = _manager(worker)
-        held = {
-            **manager.stats(),
-            "used_sessions": len(inside.in_use(manager)),
-            "host_parked_nbytes": inside.parked_on_host_nbytes(manager),
-            "bounds": inside.bounds(manager),
-        }
         return {
             "pid": os.getpid(),
-            **held,
+            **manager.stats(),
+            "bounds": manager.room.bounds(),
+            "moves": manager.cascade.moves.figures(),
             "kv": inside.kv(worker.model_runner),
             "ends": dict(_counts(worker)),
         }
@@ -102,11 +98,8 @@ def list_sessions(worker: Any) -> Answer:
 
     def sessions() -> Answer:
         manager = _manager(worker)
-        used = {shown(key) for key in inside.in_use(manager)}
-        parked = inside.parked_nbytes(manager)
         entries = [
             {key: value for key, value in dataclasses.asdict(entry).items() if key != "values"}
-            | {"used": entry.session in used, "parked_nbytes": parked.get(entry.session, 0)}
             for entry in manager.listing()
         ]
         only_kv = [shown(key) for key in inside.kv_sessions(worker.model_runner) if key not in manager]
@@ -133,11 +126,7 @@ def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> A
         key = inside.named(name, manager.keys(), only_id=only_id)
         wanted = None if key is None else shown(key)
         entry = next((entry for entry in manager.listing() if entry.session == wanted), None)
-        if entry is None:
-            return {"found": False, "session": None}
-        parked = inside.parked_nbytes(manager).get(entry.session, 0)
-        more = {"used": key in inside.in_use(manager), "parked_nbytes": parked}
-        return {"found": True, "session": {**dataclasses.asdict(entry), **more}}
+        return {"found": entry is not None, "session": None if entry is None else dataclasses.asdict(entry)}
 
     return _on_every_rank(look, ("found",))
 
@@ -199,17 +188,24 @@ def restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
     def restore_all() -> Answer:
         manager = _manager(worker)
 
-        def fetch(key: str) -> bool:
-            session = manager.peek(key)
-            if session is not None and session.parked:
-                with manager.lease(key):
-                    pass
-            return session is not None and not session.parked
-
         named = inside.who(manager, names, manager.keys(), only_id=only_id)
-        return {**named, "restored": _each(names, manager.keys(), fetch, only_id=only_id)}
+        return {**named, "restored": _each(names, manager.keys(), manager.restore, only_id=only_id)}
 
     return _on_every_rank(restore_all, ("found", "used", "restored"))
+
+
+def begin_restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+    """Read sessions that are parked on the disk into host memory, in the background. See ``close``.
+
+    Returns:
+        As for ``stats``; each rank has ``begun``: for each name, whether it is being read.
+    """
+
+    def begin_all() -> Answer:
+        manager = _manager(worker)
+        return {"begun": _each(names, manager.keys(), manager.begin_restore, only_id=only_id)}
+
+    return _on_every_rank(begin_all, ("begun",))
 
 
 def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
@@ -247,6 +243,7 @@ METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_reset": reset,
     "session_state_park": park,
     "session_state_restore": restore,
+    "session_state_begin_restore": begin_restore,
     "session_state_expire": expire,
 }
 """By the name under which the worker class has them."""
@@ -257,10 +254,9 @@ def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool,
         manager, runner, counts = _manager(worker), worker.model_runner, _counts(worker)
         keys = {*manager.keys(), *inside.kv_sessions(runner)}
         named = inside.who(manager, names, keys, only_id=only_id)
-        kept = inside.in_use(manager) if only_idle else frozenset()
 
         def end(key: str) -> bool:
-            if key not in kept:
+            if not (only_idle and manager.used(key)):
                 counts[how] += 1
                 _end_one(manager, runner, how, key)
             return True

@@ -95,6 +95,7 @@ def _connect_ends(
         idle_park_s=_idle_park_s(settings),
         expire=workers.expire,
         expire_s=settings.expire_s if _has_tier(settings) else 0.0,
+        begin=workers.begin_restore if _has_disk(settings) else None,
     )
 
     def robots() -> None:
@@ -115,7 +116,11 @@ def _connect_ends(
 
 
 def _has_tier(settings: config.Settings) -> bool:
-    return settings.host_budget is not None or None not in (settings.disk_path, settings.disk_budget)
+    return settings.host_budget is not None or _has_disk(settings)
+
+
+def _has_disk(settings: config.Settings) -> bool:
+    return None not in (settings.disk_path, settings.disk_budget)
 
 
 def _idle_park_s(settings: config.Settings) -> float:

@@ -63,6 +63,10 @@ class Workers:
         """Park a session wherever nobody uses it. Raises as ``close()`` does."""
         await self._together("session_state_park", key)
 
+    async def begin_restore(self, key: str) -> None:
+        """Begin to bring a session back that is parked on the disk. Raises as ``close()`` does."""
+        await self._together("session_state_begin_restore", key)
+
     async def expire(self, key: str) -> bool:
         """End a session that is parked; whether it is gone everywhere. Raises as ``close()`` does."""
         at, answers = await self._together("session_state_expire", key)

@@ -8,6 +8,7 @@ holds, and what it could not write is not there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import stat
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 
 from vllm_omni_session_state.errors import BadFileError, TierFaultError, TierFullError
-from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.tiers import session_file
+from vllm_omni_session_state.tiers.ahead import ReadAhead
 from vllm_omni_session_state.tiers.folder import Folder, System, close_quietly, trying
 from vllm_omni_session_state.transfer import host_memory
 
@@ -71,6 +73,7 @@ class DiskTier:
 
     Attributes:
         nbytes: Bytes of the files that are there.
+        ahead: What was read, or is being read, before it is asked for.
 
     Raises:
         TierFaultError: If the folder cannot be used.
@@ -83,7 +86,8 @@ class DiskTier:
         self._folder = Folder(os.fspath(path))
         self._lock = threading.Lock()
         self._tickets: dict[str, Ticket] = {}
-        self._strays: set[str] = set()  # what a failed write left and could not be removed yet
+        self._strays: dict[str, int] = {}  # charges of files that are nobody's and could not be removed yet
+        self.ahead = ReadAhead(self._read_back)
         self._closed = False
 
     @property
@@ -147,35 +151,42 @@ class DiskTier:
         """
         self._refuse_strangers("read a parked session")
         self._known(ticket)
-        file = f"{self.folder}/{ticket.name}"
-        with _opened(ticket.name, file=file, folder=self._folder.fd) as fd:
-            header, contents = _read(fd, file=file)
-        if header.session != ticket.session:
-            raise BadFileError("it is of another session", file=file)
-        if header.checksum != ticket.checksum:
-            raise BadFileError("it is another file than was written there", file=file)
-        return contents
+        contents = self.ahead.take(ticket)
+        return self._read_back(ticket) if contents is None else contents
+
+    def begin(self, ticket: Ticket) -> bool:
+        """Read a session's file in the background, for a ``get()`` that comes soon.
+
+        Returns:
+            Whether it is being read; not of a ticket that is good no more.
+        """
+        with self._lock:
+            if self._closed or not self._folder.ours or self._tickets.get(ticket.name) is not ticket:
+                return False
+            self.ahead.begin(ticket)
+        return True
 
     def drop(self, ticket: Ticket) -> None:
-        """Remove a session's file.
+        """Let go of a session's file. One that cannot be removed counts until it is: said once, tried again.
+
+        A tier that is closed, or of the process that this one was forked from, is left alone.
 
         Raises:
-            TierFaultError: If it cannot be removed; it is there and counted.
             KeyError: If it is not of this tier or was dropped already.
         """
-        self._refuse_strangers("remove a parked session")
+        if self._closed or not self._folder.ours:
+            return
         self._known(ticket)
-        with (
-            trying("remove a parked session", f"{self.folder}/{ticket.name}"),
-            contextlib.suppress(FileNotFoundError),  # gone is gone
-        ):
-            System.unlink(ticket.name, dir_fd=self._folder.fd)
         with self._lock:
-            self.nbytes -= self._tickets.pop(ticket.name).nbytes
+            del self._tickets[ticket.name]
+            self._strays[ticket.name] = ticket.nbytes
+        self.ahead.drop(ticket)
+        self._remove_strays()
 
     def check(self) -> None:
         """Assert that the charge equals the files', and that they and no others are there."""
-        assert self.nbytes == sum(ticket.nbytes for ticket in self._tickets.values()), "disk tier charge"
+        held = sum(ticket.nbytes for ticket in self._tickets.values())
+        assert self.nbytes == held + sum(self._strays.values()), "disk tier charge"
         there = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder)}
         claimed = {ticket.name: ticket.nbytes for ticket in self._tickets.values()}
         assert {name: size for name, size in there.items() if name not in self._strays} == claimed, (
@@ -190,6 +201,7 @@ class DiskTier:
         """
         if not self._closed:
             self._closed = True
+            self.ahead.close()
             kept = self.keep and self._folder.ours and bool(self._tickets)
             if self._folder.ours:
                 self._tickets.clear()
@@ -199,6 +211,16 @@ class DiskTier:
                 return
             self._remove_strays()
             LOGGER.info("parked sessions are kept in %s", self._folder.keep())
+
+    def _read_back(self, ticket: Ticket) -> Contents:
+        file = f"{self.folder}/{ticket.name}"
+        with _opened(ticket.name, file=file, folder=self._folder.fd) as fd:
+            header, contents = _read(fd, file=file)
+        if header.session != ticket.session:
+            raise BadFileError("it is of another session", file=file)
+        if header.checksum != ticket.checksum:
+            raise BadFileError("it is another file than was written there", file=file)
+        return contents
 
     def _known(self, ticket: Ticket) -> None:
         if self._tickets.get(ticket.name) is not ticket:
@@ -231,21 +253,26 @@ class DiskTier:
                 System.fsync(self._folder.fd)
             except BaseException:
                 with self._lock:
-                    self._strays.update((part, name))
+                    self._strays.update({part: 0, name: 0})
                 self._remove_strays()
                 raise
         return name
 
     def _remove_strays(self) -> None:
+        """Remove what is nobody's. Never raises; what resists is tried again at the next write or drop."""
         with self._lock:
-            self._strays = {name for name in self._strays if not self._gone(name)}
-
-    def _gone(self, name: str) -> bool:
-        try:
-            System.unlink(name, dir_fd=self._folder.fd)
-        except OSError as error:
-            return isinstance(error, FileNotFoundError)  # any other is tried again at the next write
-        return True
+            for name in list(self._strays):
+                try:
+                    System.unlink(name, dir_fd=self._folder.fd)
+                except FileNotFoundError:  # gone is gone
+                    pass
+                except OSError as error:
+                    why = f"cannot remove {self.folder}/{name}, which nobody needs: {error.strerror}"
+                    say_once(
+                        logging.WARNING, ("stray", str(error.errno)), "%s. It counts until that works", why
+                    )
+                    continue
+                self.nbytes -= self._strays.pop(name)
 
 
 def read_file(path: str | os.PathLike[str]) -> Contents:
