@@ -307,21 +307,38 @@ def test_two_ranks_answer_together_and_neither_waits_for_one_that_failed_or_is_g
     assert (first["left"], second["left"]) == ([], ["b"])
 
 
-def test_two_ranks_of_a_served_dreamzero_list_and_close_together(dreamzero_checkpoint, tmp_path):
+def test_two_ranks_of_a_served_dreamzero_list_park_restore_and_close_together(dreamzero_checkpoint, tmp_path):
     """Guidance split over two worker processes, through the engine's own remote call."""
     from omni_tiny.omni_runs import OmniDreamZero, write_deploy
 
-    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint, flag=True, cfg_parallel_size=2)
+    deploy = write_deploy(
+        tmp_path / "deploy.yaml",
+        dreamzero_checkpoint,
+        flag=True,
+        cfg_parallel_size=2,
+        model_config={"session_state": {"host_budget": "1GiB"}},
+    )
     with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=4) as omni:
         rng = np.random.default_rng(0)
         for session in ("a", "b"):
             omni.step(session, rng=rng, frames=1)
         omni.call("session_state_close", DEFAULT)
         listed = omni.call("session_state_list")
+        parked = [omni.call("session_state_park", "a"), omni.call("session_state_list")]
+        restored = [omni.call("session_state_restore", "a", "b"), omni.call("session_state_list")]
         closed = omni.call("session_state_close", "a")
         stats = omni.call("session_state_stats")
     assert listed["agree"]
     assert [len(rank["sessions"]) for rank in listed["ranks"]] == [2, 2]
+    for (done, then), what, places in (
+        (parked, "parked", {"host", "device"}),
+        (restored, "restored", {"device"}),
+    ):
+        assert done["agree"]
+        assert all(all(rank[what]) for rank in done["ranks"])
+        assert then["agree"]
+        for rank in then["ranks"]:
+            assert {entry["place"] for entry in rank["sessions"]} == places
     assert closed["agree"]
     assert [rank["found"] for rank in closed["ranks"]] == [[True], [True]]
     assert stats["agree"]

@@ -1,5 +1,6 @@
 """The metrics on the server's own ``/metrics``: right, never slow, never with a session in them."""
 
+import itertools
 import json
 import re
 import time
@@ -11,8 +12,10 @@ import yaml
 from desk_fakes import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_omni_session_state.errors import SessionRestoreFailedError
 from vllm_omni_session_state.ids import hashed
 from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.moves import NBYTES, SECONDS
 from vllm_omni_session_state.omni import figures, metrics
 
 pytestmark = pytest.mark.host
@@ -80,7 +83,7 @@ def test_counts_equal_stats_after_a_scripted_run(live):
     server = live()
     manager = scripted(server)
     found, stats = fresh(server), manager.stats()
-    for name in ("hits", "misses", "evictions", "parks", "restores"):
+    for name in ("hits", "misses", "evictions", "parks", "restores", "restores_ahead"):
         assert value(found, f"{name}_total") == stats[name]
     assert stats["parks"] == 2
     assert stats["restores"] == 1
@@ -103,6 +106,30 @@ def test_counts_equal_stats_after_a_scripted_run(live):
     assert value(found, "budget_bytes", tier="host") == 64 << 20
     assert value(found, "max_sessions", what="kept") == stats["max_sessions"]
     assert value(found, "agree") == value(found, "ranks_ok") == 1
+
+
+def test_moves_are_histograms_of_seconds_and_bytes_and_what_fails_is_counted_apart(live, monkeypatch):
+    server = live()
+    manager = scripted(server)
+    monkeypatch.setattr(manager.cascade.host, "get", lambda parcel: 1 / 0)
+    with pytest.raises(SessionRestoreFailedError), manager.lease("b"):
+        pass
+    found, moves = fresh(server), manager.cascade.moves.figures()
+    done = {"park:host": 2, "park:disk": 0, "sink:disk": 0, "restore:host": 1, "restore:disk": 0}
+    assert moves.keys() == done.keys()
+    for name, held in moves.items():
+        move, tier = name.split(":")
+        where = {"move": move, "tier": tier}
+        assert value(found, "moves_failed_total", **where) == held["failed"] == (name == "restore:host")
+        for metric, what, bounds in (("move_seconds", "seconds", SECONDS), ("move_bytes", "nbytes", NBYTES)):
+            where["rank"] = "0"
+            assert value(found, f"{metric}_count", **where) == done[name]
+            assert value(found, f"{metric}_sum", **where) == pytest.approx(held[what]["total"])
+            buckets = [value(found, f"{metric}_bucket", **where, le=str(float(bound))) for bound in bounds]
+            assert buckets == list(itertools.accumulate(held[what]["counts"][:-1]))
+            assert value(found, f"{metric}_bucket", **where, le="+Inf") == done[name]
+            del where["rank"]
+    assert moves["park:host"]["nbytes"]["total"] == 2 * 4096
 
 
 def test_a_session_in_use_is_counted_so(live):
