@@ -172,6 +172,7 @@ class Accounts:
         return {
             "total_nbytes": sum(by_device.values()),
             **{f"nbytes:{device}": count for device, count in sorted(by_device.items())},
+            "host_live_nbytes": self.host_nbytes(),
             "shared_nbytes": sum(self._table.shared_nbytes_by_device().values()),
             "staged_nbytes": sum(self._staged.nbytes_by_device().values()),
             "detached_sessions": len(self._detached.owners()),

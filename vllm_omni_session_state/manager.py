@@ -319,13 +319,13 @@ class SessionStateManager:
         Returns:
             ``sessions``, ``max_sessions``, ``used_sessions`` (in use, or on their way to a tier), ``hits``,
             ``misses``, ``evictions``; ``total_nbytes`` and one ``nbytes:<device>`` per device, over the
-            table's sessions where they are now, each region once. Apart from these: ``shared_nbytes``
-            (reached by two or more of them), ``staged_nbytes``, ``detached_sessions`` and
-            ``detached_nbytes`` (left the table, still held by somebody), ``outside`` (what the host keeps
-            of sessions outside of them), ``parked_sessions`` and of these ``disk_sessions``,
-            ``host_parked_nbytes``, ``disk_nbytes`` (of all files) and of these ``spilled_nbytes``,
-            ``ahead_nbytes`` (read ahead, in host memory), ``parks``, ``restores`` and of these
-            ``restores_ahead``, and one ``lost:<reason>`` for each reason for which somebody was lost.
+            table's sessions where they are now, each region once, and of these ``host_live_nbytes`` (what the
+            model itself keeps in host memory). Apart from these: ``shared_nbytes`` (reached by two or more),
+            ``staged_nbytes``, ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by
+            somebody), ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and
+            of these ``disk_sessions``, ``host_parked_nbytes``, ``disk_nbytes`` (of all files) and of these
+            ``spilled_nbytes``, ``ahead_nbytes`` (read ahead, in host memory), ``parks``, ``restores`` and of
+            these ``restores_ahead``, and one ``lost:<reason>`` for each reason why somebody was lost.
         """
         return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 

@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from desk_fakes import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,6 +18,7 @@ from vllm_omni_session_state.ids import hashed
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.moves import NBYTES, SECONDS
 from vllm_omni_session_state.omni import figures, metrics
+from vllm_omni_session_state.session import Declaration
 
 pytestmark = pytest.mark.host
 
@@ -90,8 +92,9 @@ def test_counts_equal_stats_after_a_scripted_run(live):
     states = {state: value(found, "sessions", state=state) for state in ("idle", "in_use", "host", "disk")}
     assert states == {"idle": 2, "in_use": 0, "host": 1, "disk": 0}
     assert sum(states.values()) == stats["sessions"]
+    places = (("device", "live"), ("host", "live"), ("host", "parked"))
     assert stats["nbytes:cpu"] == sum(
-        value(found, "bytes", rank="0", tier="host", device="cpu", kind=kind) for kind in ("live", "parked")
+        value(found, "bytes", rank="0", tier=tier, device="cpu", kind=kind) for tier, kind in places
     )
     assert value(found, "bytes", rank="0", tier="host", device="cpu", kind="parked") == 4096
     assert value(found, "bytes", rank="0", tier="disk", device="disk", kind="parked") == stats["disk_nbytes"]
@@ -130,6 +133,26 @@ def test_moves_are_histograms_of_seconds_and_bytes_and_what_fails_is_counted_apa
             assert value(found, f"{metric}_bucket", **where, le="+Inf") == done[name]
             del where["rank"]
     assert moves["park:host"]["nbytes"]["total"] == 2 * 4096
+
+
+def test_the_host_tier_is_what_counts_towards_its_budget(live):
+    """On a CPU, where a session that is ready lies in the same memory and is none of it."""
+    server = live()
+    manager = server.engine.managers[0]
+    manager.declaration = Declaration(device_nbytes=4096, host_fields=frozenset({"kept"}))
+    server.engine.begin("a", "b")
+    for key in "ab":
+        with manager.lease(key) as session:
+            session.attrs["kept"] = torch.zeros(100, dtype=torch.uint8)
+    manager.park("a")
+    found = fresh(server)
+    device, live_there, parked = (
+        value(found, "bytes", rank="0", tier=tier, device="cpu", kind=kind)
+        for tier, kind in (("device", "live"), ("host", "live"), ("host", "parked"))
+    )
+    assert (device, live_there, parked) == (4096, 200, 4096)
+    tier = manager.cascade.host
+    assert tier.budget - live_there - parked == tier.room(200)
 
 
 def test_a_session_in_use_is_counted_so(live):

@@ -174,13 +174,14 @@ def _answering(answers: Answers) -> list[Sample]:
 
 
 def _bytes(rank: Mapping[str, Any]) -> Iterator[Sample]:
-    """Bytes of one rank by tier, device and kind, each once."""
-    parked = rank["host_parked_nbytes"]
+    """Bytes of one rank by tier, device and kind, each once.
+
+    The host tier is what counts towards its budget. On a CPU that is not all that lies in memory.
+    """
+    live, parked = rank["host_live_nbytes"], rank["host_parked_nbytes"]
     for device, count in device_nbytes(rank):
-        if device == "cpu":
-            yield ["host", device, "live"], count - parked
-        else:
-            yield ["device", device, "live"], count
+        yield ["device", device, "live"], count - live - parked if device == "cpu" else count
+    yield ["host", "cpu", "live"], live
     yield ["host", "cpu", "parked"], parked
     yield ["disk", "disk", "parked"], rank["disk_nbytes"]
 
