@@ -201,7 +201,7 @@ def _course(panel: Panel, box: Box, seconds: float) -> list[str]:
     marks = ticks(max((value for line in levels for _, value in line), default=0), panel.unit, panel.decimals)
     names = [said(mark, panel.unit, panel.decimals) for mark in marks]
     room = max(len(name) for name in names) * LETTER + 16
-    inner = Box(box.left + room, box.top + 38, box.right - 20, box.bottom - 30 - rows * 18)
+    inner = Box(box.left + room, box.top + 38, box.right - 26, box.bottom - 30 - rows * 18)
     parts = []
     for mark, name in zip(marks, names, strict=True):
         y = _at((0, mark), inner, seconds, marks[-1])[1]

@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import time
 import urllib.request
 from pathlib import Path
@@ -290,6 +292,16 @@ def test_every_expression_of_dashboard_and_alerts_asks_for_metrics_and_labels_th
             assert wanted <= labels.get(name, wanted), expression
         assert expression.count("(") == expression.count(")")
     assert {name for name in known_names() if name.endswith("_total")} <= asked
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool on the PATH")
+def test_prometheus_understands_every_expression(tmp_path):
+    rules = [{"record": f"found:{number}", "expr": asked} for number, asked in enumerate(expressions())]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "found", "rules": rules}]}))
+    for file in (tmp_path / "rules.yml", MONITORING / "alerts.yml"):
+        command = ["promtool", "check", "rules", file]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dashboard_has_what_grafana_needs_to_load_it():
