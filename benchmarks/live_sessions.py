@@ -33,7 +33,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Machine, Spread, add_figures, last_line, machine, one_thread, turns
+from benchmarks.measure import Machine, Spread, add_figures, last_line, machine, one_thread, positive, turns
 
 if TYPE_CHECKING:
     from omni_tiny.crowd import Crowd, Key, Outputs
@@ -166,20 +166,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.live_sessions", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--sessions", type=_positive, help="live at once (default: 24)")
-    parser.add_argument("--steps", type=_positive, help="of each session (default: 10)")
+    parser.add_argument("--sessions", type=positive, help="live at once (default: 24)")
+    parser.add_argument("--steps", type=positive, help="of each session (default: 10)")
     parser.add_argument(
-        "--room", type=_positive, default=3, help="sessions that the engine's pool has room for (default: 3)"
+        "--room", type=positive, default=3, help="sessions that the engine's pool has room for (default: 3)"
     )
     parser.add_argument("--quick", action="store_true", help="5 sessions of 3 steps: does it run?")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} serves nobody; give 1 or more")
-    return number
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Not covered: what is run and what the figures mean; each benchmark says that its
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import json
@@ -34,6 +35,14 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
+
+
+def positive(text: str) -> int:
+    """A whole number of the command line, at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} measures nothing; give 1 or more")
+    return number
 
 
 class LapClock:

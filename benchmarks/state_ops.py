@@ -34,7 +34,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import LapClock, Machine, Spread, last_line, machine, one_thread, orders, turns
+from benchmarks.measure import (
+    LapClock,
+    Machine,
+    Spread,
+    last_line,
+    machine,
+    one_thread,
+    orders,
+    positive,
+    turns,
+)
 
 if TYPE_CHECKING:
     from benchmarks.dreamzero_session import Inputs, Session
@@ -78,19 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.state_ops", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--steps", type=_positive, help="steps of a session (default: 400)")
-    parser.add_argument("--pairs", type=_positive, help="sessions of each contender (default: 20)")
+    parser.add_argument("--steps", type=positive, help="steps of a session (default: 400)")
+    parser.add_argument("--pairs", type=positive, help="sessions of each contender (default: 20)")
     parser.add_argument(
         "--quick", action="store_true", help="12 steps, 2 pairs: does it run? Its figures mean nothing"
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} measures nothing; give 1 or more")
-    return number
 
 
 def _measure(inputs: Inputs, aside: Console, *, steps: int, pairs: int) -> list[Pair]:

@@ -1,8 +1,10 @@
 """Real servers, each started once for all of this folder: half a minute and more for each."""
 
+import logging
+
 import pytest
 
-SILENCE_S = 3.0
+SILENCE_S = 5.0
 """A robot that says nothing for so long is hung up on; slow steps on a busy machine must fit in it."""
 
 
@@ -28,3 +30,16 @@ def server(serve):
     """With the flag on and nothing else set; a silent robot is hung up on soon."""
     with serve(idle_timeout_s=SILENCE_S) as server:
         yield server
+
+
+@pytest.fixture
+def untouched_host(monkeypatch, caplog):
+    """The host's connection class as it was, before and after."""
+    from vllm_omni.entrypoints.openpi.connection import RobotRealtimeConnection
+
+    from vllm_omni_session_state.events import forget_said
+
+    forget_said()
+    host = RobotRealtimeConnection.handle_connection
+    monkeypatch.setattr(RobotRealtimeConnection, "handle_connection", host)
+    caplog.set_level(logging.INFO, logger="vllm_omni.session_state")

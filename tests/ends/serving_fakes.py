@@ -9,6 +9,7 @@ import asyncio
 from types import SimpleNamespace
 
 from vllm_omni_session_state import config
+from vllm_omni_session_state.omni import serving
 
 ROBOT = "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection"
 
@@ -147,3 +148,37 @@ async def settled():
     """Let everything run that can."""
     for _ in range(50):
         await asyncio.sleep(0)
+
+
+def served(scenario, **engine):
+    """Run a scenario on served objects that are connected to the engine's workers."""
+
+    async def running():
+        objects = Served(Engine(**engine))
+        serving.connect(objects.engine, objects.state)
+        await scenario(objects)
+        await settled()
+        return objects
+
+    return asyncio.run(asyncio.wait_for(running(), 20))
+
+
+def obs(session=None, **more):
+    return {**({} if session is None else {"session_id": session}), **more}
+
+
+RESET = {"endpoint": "reset"}
+
+
+def rollout_request():
+    from vllm_omni.entrypoints.openai.protocol.rollout import CreateSessionRequest
+
+    return CreateSessionRequest(model="dreamzero")
+
+
+def step_request(number, *, in_context=True):
+    from vllm_omni.entrypoints.openai.protocol.rollout import RolloutStepRequest
+
+    return RolloutStepRequest.model_validate(
+        {"step_id": number, "observation": {}, "action": {}, "use_session_context": in_context}
+    )

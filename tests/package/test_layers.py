@@ -1,6 +1,7 @@
 """The architecture, walked: imports run downward, files stay short, only two layers know the host."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_imports_run_downward_only(path):
         assert other_row > row or (other_row == row and other_column < column), (
             f"{path.name}:{node.lineno}: {own} must not import {other}"
         )
+
+
+def test_the_page_on_the_design_has_a_place_for_each_file():
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    table = page[page.index("## Layers") : page.index("## Data flows one way")]
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", table)) - {"__init__.py"}
+    files = {path.relative_to(ROOT).as_posix() for path in FILES if path.name != "__init__.py"}
+    folders = {name for name in named if name.endswith("/")}
+    wanted = {name for name in files if not name.startswith(tuple(folders - {"omni/", "adapters/"}))}
+    assert named - folders == wanted
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,186 @@
+"""What the server's clock does to sessions that nobody steps, and what begins early for those that wait."""
+
+import asyncio
+import logging
+
+from ends_fakes import Server, run, soon
+
+
+@run
+async def test_a_session_that_nobody_steps_is_parked_once_and_its_next_step_starts_the_clock_anew():
+    parked = []
+
+    async def park(key):
+        parked.append(key)
+
+    server = Server(park=park, idle_park_s=0.05)
+    gate = asyncio.Event()
+    running = asyncio.create_task(server.step("busy", until=gate))
+    await server.step("x")
+    await asyncio.sleep(0.03)
+    await server.step("x")
+    await asyncio.sleep(0.03)
+    assert parked == [], "its last step was a moment ago"
+    await asyncio.sleep(0.1)
+    assert parked == ["x"], "and one with a step under way is not asked"
+    gate.set()
+    await running
+    await server.step("x")
+    server.ends.end("x")
+    await asyncio.sleep(0.15)
+    assert parked == ["x", "busy"], "one that has ended is not parked"
+    assert server.arrived == ["x"]
+
+
+@run
+async def test_a_session_that_is_kept_for_its_robot_is_parked_meanwhile():
+    parked = []
+
+    async def park(key):
+        parked.append(key)
+
+    server = Server(park=park, idle_park_s=0.02, resume_s=60)
+    await server.step("x", "a")
+    server.ends.leave("a", keep=True)
+    await asyncio.sleep(0.1)
+    assert parked == ["x"]
+    assert await server.ends.resume("x", "b")
+
+
+def test_a_park_that_fails_is_said_and_the_session_goes_on(caplog):
+    @run
+    async def scenario():
+        async def park(key):
+            raise RuntimeError("rank 0: no room")
+
+        server = Server(park=park, idle_park_s=0.01)
+        await server.step("x")
+        await asyncio.sleep(0.05)
+        await server.step("x")
+        assert "x" in server.ends
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        scenario()
+    assert "was not parked: RuntimeError: rank 0: no room" in caplog.text
+
+
+def test_the_restore_of_a_session_begins_while_its_step_waits_behind_two_others(caplog):
+    begun = []
+
+    @run
+    async def scenario():
+        async def begin(key):
+            begun.append(key)
+            raise RuntimeError("rank 0: no disk")
+
+        server, done = Server(begin=begin), [asyncio.Event() for _ in "abcdef"]
+        steps = []
+        for key, event in zip("abcdef", done, strict=True):
+            steps.append(asyncio.create_task(server.step(key, until=event)))
+            await soon()
+        assert begun == ["c", "d"], "a runs, b is next, and the worker hears of the others in between"
+        for event, now in zip(done, (["d", "e"], ["e", "f"], ["f"], [], [], []), strict=True):
+            begun.clear()
+            event.set()
+            await soon()
+            assert begun == now
+        await asyncio.gather(*steps)
+        assert all(key in server.ends for key in "abcdef"), "the steps go on although it failed"
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        scenario()
+    assert "was not brought back early: RuntimeError: rank 0: no disk" in caplog.text
+
+
+class Ageing:
+    """Workers that have some sessions parked; an expiry takes a while."""
+
+    def __init__(self, *parked):
+        self.parked = set(parked)
+        self.asked = []
+        self.asking = asyncio.Event()
+
+    async def expire(self, key):
+        self.asked.append(key)
+        self.asking.set()
+        await asyncio.sleep(0.02)
+        return key in self.parked
+
+
+@run
+async def test_a_parked_session_that_nobody_steps_ends_once_and_a_step_after_it_begins_a_new_one():
+    workers = Ageing("x")
+    server = Server(expire=workers.expire, expire_s=0.05)
+    await server.step("x", "a")
+    await asyncio.sleep(0.03)
+    await server.step("x", "a")
+    await asyncio.sleep(0.03)
+    assert workers.asked == [], "its last step was a moment ago"
+    await asyncio.sleep(0.1)
+    assert workers.asked == ["x"]
+    assert "x" not in server.ends
+    server.ends.leave("a")
+    await soon()
+    assert server.arrived == [], "it has ended already"
+    await server.step("x", "a")
+    assert "x" in server.ends
+
+
+@run
+async def test_one_that_is_on_the_device_stays_and_is_asked_again():
+    workers = Ageing()
+    server = Server(expire=workers.expire, expire_s=0.02)
+    await server.step("x")
+    await asyncio.sleep(0.15)
+    assert len(workers.asked) >= 2
+    assert "x" in server.ends
+    workers.parked.add("x")
+    await asyncio.sleep(0.1)
+    assert "x" not in server.ends
+    asked = len(workers.asked)
+    await asyncio.sleep(0.1)
+    assert len(workers.asked) == asked
+
+
+@run
+async def test_a_step_that_comes_while_its_session_expires_waits_for_it():
+    workers = Ageing("x")
+    server = Server(expire=workers.expire, expire_s=0.02)
+    await server.step("x")
+    await workers.asking.wait()
+    assert "x" in server.ends
+    await server.step("x")
+    assert "x" in server.ends, "a new one"
+    server.ends.end("x")
+    await soon()
+    assert server.arrived == ["x"]
+
+
+@run
+async def test_an_end_that_comes_while_its_session_expires_arrives_once():
+    workers = Ageing()
+    server = Server(expire=workers.expire, expire_s=0.02)
+    await server.step("x")
+    await workers.asking.wait()
+    server.ends.end("x")
+    await asyncio.sleep(0.1)
+    assert server.arrived == ["x"]
+    assert len(workers.asked) == 1
+    assert len(server.ends) == 0
+
+
+def test_an_expiry_that_fails_is_said_and_the_session_goes_on(caplog):
+    @run
+    async def scenario():
+        async def expire(key):
+            raise RuntimeError("rank 1: away")
+
+        server = Server(expire=expire, expire_s=0.02)
+        await server.step("x")
+        await asyncio.sleep(0.05)
+        await server.step("x")
+        assert "x" in server.ends
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        scenario()
+    assert "did not expire: RuntimeError: rank 1: away" in caplog.text
