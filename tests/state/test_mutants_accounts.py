@@ -18,7 +18,7 @@ from vllm_omni_session_state.session import Declaration, Role, SessionState
 from vllm_omni_session_state.tangle import Tangle
 
 FEW = settings(
-    max_examples=25,
+    max_examples=100,
     stateful_step_count=40,
     derandomize=True,
     database=None,
