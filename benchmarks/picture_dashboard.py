@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.panels_svg import Panel, Series, drawing
 
 if TYPE_CHECKING:
-    from omni_tiny.serve import Robot, Server
+    from omni_tiny.serve import Server
+    from omni_tiny.served_clients import Robot
 
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURE = DOCS / "images" / "dashboard.svg"
