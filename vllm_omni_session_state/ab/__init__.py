@@ -6,9 +6,11 @@
 * `tensors`: files of tensors, read without torch;
 * `outputs`: what a client gets, as named tensors;
 * `child`: one served run, in a process of its own; the only file that knows the host;
+* `reports`: how it says what it does;
 * `jobs`: starts such a process and reads what it reports;
 * `course`, `face`: how far it is, and how that looks;
 * `compare`: where two runs differ;
 * `run`: the command;
-* `document`, `plots`, `page`: the result as JSON and as one HTML file.
+* `document`: what came of it, also as JSON;
+* `page`, `sections`, `plots`: the same as one HTML file.
 """

@@ -84,10 +84,10 @@ class Recording:
         document = self._file.document()
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise self._file.damaged(f"it is no recording of format {FORMAT}")
-        self.model = document.get("model")
-        asks = document.get("asks")
-        if not isinstance(self.model, str) or self.model not in DOES:
-            raise self._file.damaged(f"it is of no known model: {self.model!r}")
+        model, asks = document.get("model"), document.get("asks")
+        if not isinstance(model, str) or model not in DOES:
+            raise self._file.damaged(f"it is of no known model: {model!r}")
+        self.model = model
         if not isinstance(asks, list) or not 0 < len(asks) <= MAX_ASKS:
             raise self._file.damaged("nothing is asked for in it")
         self.asks = numbered([self._read(number, ask) for number, ask in enumerate(asks)])
@@ -118,7 +118,7 @@ class Recording:
         session, do = words.pop("session", None), words.pop("do", None)
         if type(session) is not int or not 1 <= session <= MAX_SESSIONS:
             raise self._file.damaged(f"ask {number} is of session {session!r}, not of 1 to {MAX_SESSIONS}")
-        if do not in DOES[str(self.model)]:
+        if do not in DOES[self.model]:
             raise self._file.damaged(f"ask {number} is to {do!r}, which {self.model} does not do")
         wanted = _WORDS[do]
         for name in {*words, *wanted} - (_MAY_LACK - set(words)):
