@@ -33,6 +33,8 @@ p { margin: .5rem 0; max-width: 46rem; }
 .s2 { border-color: var(--open); } .s2 b { color: var(--open); }
 .wide { overflow-x: auto; }
 .wide td, .wide th { overflow-wrap: normal; }
+.wide td:first-child { white-space: nowrap; }
+.about td { overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top;
   border-bottom: 1px solid var(--rule); }

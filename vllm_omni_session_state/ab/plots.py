@@ -10,7 +10,7 @@ from dataclasses import dataclass
 COLOURS = 8
 """Classes ``c0`` to ``c7`` of the style sheet."""
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 260, 62, 10, 10, 42
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 260, 76, 10, 10, 42
 _DOTS = 80
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

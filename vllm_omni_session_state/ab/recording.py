@@ -6,6 +6,8 @@ positions, so no id is in it; prompts and pictures are. It is checked as a stran
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,9 @@ _WORDS: dict[str, dict[str, type]] = {
 }
 """What an ask does -> its words, each with its type."""
 _MAY_LACK = frozenset({"reset", "close"})
+_AT_LEAST_ONE = frozenset({"frames", "height", "width", "denoising"})
+_MAX_WHOLE = 2**31 - 1
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,6}")
 
 
 def write_recording(path: Path, observations: Observations) -> None:
@@ -94,7 +99,7 @@ class Recording:
         self._names: dict[int, list[str]] = {}
         for name, kind in self._file.kinds.items():
             number, slash, _ = name.partition("/")
-            if not slash or not number.isascii() or not number.isdigit() or int(number) >= len(asks):
+            if not slash or not _NUMBER.fullmatch(number) or int(number) >= len(asks):
                 raise self._file.damaged(f"array {name!r} belongs to no ask: {len(asks)} are in it")
             if kind.dtype not in _DTYPES:
                 raise self._file.damaged(f"array {name!r} is of {kind.dtype}, which NumPy has not")
@@ -122,14 +127,11 @@ class Recording:
             raise self._file.damaged(f"ask {number} is to {do!r}, which {self.model} does not do")
         wanted = _WORDS[do]
         for name in {*words, *wanted} - (_MAY_LACK - set(words)):
-            value, type_ = words.get(name), wanted.get(name)
-            if type_ is float and type(value) is int:
-                continue
-            if type_ is None or type(value) is not type_:
-                raise self._file.damaged(f"ask {number} to {do} says {name}={value!r}")
+            if not _fits(name, words.get(name), wanted.get(name)):
+                raise self._file.damaged(f"ask {number} to {do} says {name}={words.get(name)!r:.100}")
         if do == "generate" and words["kind"] not in KINDS:
             raise self._file.damaged(
-                f"ask {number} is for {words['kind']!r}, not for any of {', '.join(KINDS)}"
+                f"ask {number} is for {words['kind']!r:.100}, none of {', '.join(KINDS)}"
             )
         return session, do, words
 
@@ -145,6 +147,13 @@ class Recording:
                 )
             shape = given["image"].shape if wanted else (1, 1, 3)
             if len(shape) != 3 or shape[2] != 3 or (wanted and given["image"].dtype != "U8"):
-                raise self._file.damaged(
-                    f"the image of ask {ask.number} is no picture of (height, width, 3) U8"
-                )
+                raise self._file.damaged(f"the image of ask {ask.number} is not of U8 (height, width, 3)")
+
+
+def _fits(name: str, value: object, wanted: type | None) -> bool:
+    """Whether a word is of its type and can be meant."""
+    if wanted is float:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    if wanted is int:
+        return type(value) is int and int(name in _AT_LEAST_ONE) <= value <= _MAX_WHOLE
+    return wanted is not None and type(value) is wanted

@@ -147,9 +147,9 @@ def times(result: Result) -> str:
         if seconds:
             middle, most = statistics.median(seconds), max(seconds)
             row = (middle, most, sum(seconds), run.seconds)
-            rows.append((run.word, str(len(seconds)), *(seconds_text(value) for value in row)))
-    heads = ("run", "steps", "median", "longest", "all steps", "with loading")
-    table = _table(heads, rows, numbers=set(range(1, 6)))
+            rows.append((run.word, *(seconds_text(value) for value in row)))
+    heads = ("run", "median", "longest", "all", "with loading")
+    table = _table(heads, rows, numbers=set(range(1, 5)))
     plot = seconds_plot(lines, label="step time", x_label=STEPS)
     note = (
         "From the client's side, one run after the other: a first step may compile, and what else runs on "
@@ -173,7 +173,7 @@ def about(result: Result) -> str:
         if run.failure:
             rows.append((f"{run.word}: failed", run.failure))
         rows += [(f"{run.word}: log", run.log), (f"{run.word}: outputs", run.outputs)]
-    return f"<h2>What was run</h2>{_table((), rows)}"
+    return f'<h2>What was run</h2><div class="about">{_table((), rows)}</div>'
 
 
 def every_step(result: Result) -> str:
