@@ -38,10 +38,8 @@ def verdict(result: Result) -> str:
         word = "Could not run"
         text = f"{result.why or 'Nothing was answered by both'}."
         if found is not None:
-            different = len(found.differences)
-            text += (
-                f" Of the {of} that both answered, {different or 'none':,} differ{'s' * (different == 1)}."
-            )
+            count = len(found.differences)
+            text += f" Of the {of} that both answered, {f'{count:,}' if count else 'none'} differ."
     else:
         count = 0 if found is None else len(found.differences)
         word, text = "Different", f"{count:,} of {of} {'is' if count == 1 else 'are'} not the same."
