@@ -60,8 +60,12 @@ def result_of(process, folder):
 
 
 def test_dreamzero_is_equal_and_its_sessions_are_counted(dreamzero_checkpoint, tmp_path):
-    status, said, found = result_of(start(tmp_path, dreamzero_checkpoint, "DreamZero"), tmp_path)
+    process = start(tmp_path, dreamzero_checkpoint, "DreamZero", VLLM_LOGGING_LEVEL="INFO")
+    status, said, found = result_of(process, tmp_path)
     assert status == EQUAL, said
+    line = "session state manager (experimental) is on for DreamZeroPipeline"
+    logs = [(tmp_path / "ab" / f"{word}.log").read_text() for word in ("off", "on")]
+    assert [log.count(line) for log in logs] == [0, 1], "only the second run is managed"
     assert "EQUAL: all 74 outputs of 38 steps are equal to the last bit" in said
     steps = found["runs"]["on"]["steps"]
     assert all(step["sessions"] is None and step["seconds"] > 0 for step in found["runs"]["off"]["steps"])
