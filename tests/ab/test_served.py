@@ -17,9 +17,19 @@ from pathlib import Path
 import pytest
 from profiles import LONG
 
-from vllm_omni_session_state.ab.document import COULD_NOT_RUN, EQUAL
+from vllm_omni_session_state.ab.document import COULD_NOT_RUN, DIFFERENT, EQUAL
 
 pytestmark = pytest.mark.host
+
+NAMED = {
+    "view_keyed_to_the_wrong_session": (1, 2, "actions"),
+    "ring_one_frame_short": (1, 6, "actions"),
+    "attribute_kept_on_the_view": (1, 2, "actions"),
+}
+"""Mutant of DreamZero's adapter -> session, step and tensor of the first difference."""
+
+REFUSED = {"drop_that_forgets": "session 3, step 7 (wave (reset))"}
+"""Mutant with which the host fails: the step that is named."""
 
 TESTS = Path(__file__).parents[1]
 EXECUTOR = "mp" if LONG else "uni"
@@ -134,3 +144,23 @@ def children_of(pid):
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )
     return {int(word) for word in found.stdout.split()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two served runs each: SESSION_STATE_LONG=1")
+@pytest.mark.parametrize("mutant", [*NAMED, *REFUSED])
+def test_a_mutant_is_named(dreamzero_checkpoint, tmp_path, mutant):
+    from omni_tiny.mutant import VARIABLE
+
+    process = start(tmp_path, dreamzero_checkpoint, "DreamZero", **{VARIABLE: f"mutants:{mutant}"})
+    status, said, found = result_of(process, tmp_path)
+    if mutant in REFUSED:
+        assert status == COULD_NOT_RUN
+        assert f"the process with the flag on failed: RuntimeError: {REFUSED[mutant]}" in said
+        return
+    assert status == DIFFERENT, said
+    first = found["first_difference"]
+    assert (first["session"], first["step"], first["tensor"]) == NAMED[mutant]
+    session, step, tensor = NAMED[mutant]
+    assert f"  session {session}, step {step} (" in said
+    assert f"tensor {tensor}: " in said

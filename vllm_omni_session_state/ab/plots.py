@@ -57,7 +57,7 @@ def bytes_plot(lines: Sequence[Line], *, label: str, x_label: str, from_zero: bo
     most, least = max(values), 0.0 if from_zero else min(values)
     power = min(len(_UNITS) - 1, int(math.log2(most) // 10)) if most >= 1 else 0
     unit = 1024**power
-    step = _nice((most - least) / unit / 4 or max(most / unit, 1.0))
+    step = _nice((most - least) / unit / 4 or most / unit / 20 or 1.0)
     begin = math.floor(least / unit / step) * step
     count = max(1, math.ceil(most / unit / step - begin / step - 1e-9))
     digits = max(0, -math.floor(math.log10(step)))

@@ -25,7 +25,8 @@ class Robots:
     """Robots that step in turns. Each with its own prompt; see `docs/ab.md` for what happens when.
 
     A window of attention is full after some steps of one prompt, and the model resets it by itself; besides
-    that, one robot changes its prompt, one resets with a step, one by a call, and one is closed and goes on.
+    that, one robot changes its prompt, one resets with a step, one by a call to begin something new, and one
+    is closed and goes on.
 
     Args:
         sessions: How many.

@@ -52,18 +52,9 @@ def differences(result: Result) -> str:
     if not found:
         return ""
     more = f"<p>And {len(found) - SHOWN:,} more.</p>" if len(found) > SHOWN else ""
-    heads = (
-        "session",
-        "step",
-        "does",
-        "tensor",
-        "elements that differ",
-        "of",
-        "greatest difference",
-        "first at",
-    )
+    heads = ("session", "step", "tensor", "elements", "by at most", "first at", "does")
     table = _table(
-        heads, (_difference_row(difference) for difference in found[:SHOWN]), numbers={0, 1, 4, 5, 6}
+        heads, (_difference_row(difference) for difference in found[:SHOWN]), numbers={0, 1, 3, 4, 5}
     )
     return (
         f"<h2>Where they differ</h2><p>First: {html.escape(str(found[0]))}.</p>{table}{more}"
@@ -74,11 +65,12 @@ def differences(result: Result) -> str:
 
 def _difference_row(difference: Difference) -> Sequence[str]:
     ask, numbers = difference.ask, difference.numbers
-    place = (str(ask.session), str(ask.step), ask.label, difference.tensor)
+    place = (str(ask.session), str(ask.step), difference.tensor)
     if numbers is None:
-        return (*place, "off: " + difference.off, "on: " + difference.on, "", "")
+        return (*place, f"off: {difference.off}; on: {difference.on}", "", "", ask.label)
     greatest = "not finite" if numbers.max_difference is None else f"{numbers.max_difference:.6g}"
-    return (*place, f"{numbers.differing:,}", f"{numbers.elements:,}", greatest, str(list(numbers.first)))
+    counted = f"{numbers.differing:,} of {numbers.elements:,}"
+    return (*place, counted, greatest, str(list(numbers.first)), ask.label)
 
 
 def session_bytes(result: Result) -> str:
@@ -130,7 +122,7 @@ def memory(result: Result) -> str:
         "the device, with weights and buffers. It moves with what the allocator keeps; it counts no sessions."
     )
     plot = bytes_plot(lines, label="memory", x_label=STEPS, from_zero=False)
-    figure = _figure("Memory of the worker at its peak (the axis does not begin at 0)", plot, lines)
+    figure = _figure("Memory of the worker at its peak (the axis need not begin at 0)", plot, lines)
     return f"<h2>Memory</h2><p>{text}</p>{_figures([figure])}"
 
 
