@@ -15,7 +15,7 @@ from profiles import sized
 from vllm_omni_session_state.ab.document import COULD_NOT_RUN, DIFFERENT, EQUAL, Run, Step
 from vllm_omni_session_state.ab.page import STYLE, page
 from vllm_omni_session_state.ab.plots import COLOURS, Line, bytes_plot, bytes_text, seconds_plot, seconds_text
-from vllm_omni_session_state.ab.run import verdict
+from vllm_omni_session_state.ab.run import left_behind, verdict
 
 VOID = {"meta", "br", "line", "polyline", "circle"}
 FETCHES = re.compile(
@@ -147,6 +147,22 @@ def test_a_model_whose_sessions_are_requests_has_no_plot_of_them(tmp_path):
     result = made.result(tmp_path)
     result.on.steps = [Step(step.seconds, step.peak_bytes, {}) for step in result.on.steps]
     assert "0 bytes of it are left" in " ".join(Read(page(result)).texts)
+
+
+def test_what_is_left_of_an_ended_session_is_said_and_the_verdict_is_of_outputs(tmp_path):
+    result = made.result(tmp_path)
+    ends = [ask for ask in result.asks if ask.ends]
+    assert {ask.do for ask in ends} == {"step", "close"}
+    assert result.left == tuple(ends), "these runs list both sessions after every step"
+    assert result.status == EQUAL
+    assert f"first session {ends[0].session}, step {ends[0].step} (close)" in left_behind(result)
+    assert "ended sessions were still there" in " ".join(Read(page(result)).texts)
+    assert len(result.as_json()["left"]) == len(ends)
+    for ask in ends:
+        del result.on.steps[ask.number].sessions[f"session {ask.session}"]
+    assert result.left == ()
+    assert left_behind(result) == ""
+    assert "still there" not in page(result)
 
 
 def test_nothing_at_all_is_a_page_too(tmp_path):

@@ -77,6 +77,7 @@ def test_dreamzero_is_equal_and_its_sessions_are_counted(dreamzero_checkpoint, t
     logs = [(tmp_path / "ab" / f"{word}.log").read_text() for word in ("off", "on")]
     assert [log.count(line) for log in logs] == [0, 1], "only the second run is managed"
     assert "EQUAL: all 74 outputs of 38 steps are equal to the last bit" in said
+    assert found["left"] == []
     steps = found["runs"]["on"]["steps"]
     assert all(step["sessions"] is None and step["seconds"] > 0 for step in found["runs"]["off"]["steps"])
     counted = [set(step["sessions"]) for step in steps]
@@ -92,6 +93,7 @@ def test_cosmos3_is_equal_and_nothing_is_left_after_a_request(cosmos3, tmp_path)
     status, said, found = result_of(start(tmp_path, cosmos3, "Cosmos3"), tmp_path)
     assert status == EQUAL, said
     assert "EQUAL: all 12 outputs of 12 steps are equal to the last bit" in said
+    assert found["left"] == []
     assert [step["sessions"] for step in found["runs"]["on"]["steps"]] == [{}] * 12
     assert {step["does"] for step in found["runs"]["on"]["steps"]} == {
         *("T2V with CFG", "T2V", "T2I with CFG", "T2I", "I2V with CFG", "I2V")
@@ -164,3 +166,17 @@ def test_a_mutant_is_named(dreamzero_checkpoint, tmp_path, mutant):
     session, step, tensor = NAMED[mutant]
     assert f"  session {session}, step {step} (" in said
     assert f"tensor {tensor}: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two served runs: SESSION_STATE_LONG=1")
+def test_a_mutant_that_frees_nothing_is_said_as_left_behind(cosmos3, tmp_path):
+    from omni_tiny.mutant import VARIABLE
+
+    process = start(tmp_path, cosmos3, "Cosmos3", **{VARIABLE: "mutants_cosmos3:drop_that_forgets"})
+    status, said, found = result_of(process, tmp_path)
+    assert status == EQUAL, "outputs are as they were"
+    assert (
+        "LEFT BEHIND: with the flag on, 12 ended sessions were still there, first session 1, step 1" in said
+    )
+    assert len(found["left"]) == 12

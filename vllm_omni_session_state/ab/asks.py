@@ -46,6 +46,11 @@ class Ask:
         return f"ab-{self.session}"
 
     @property
+    def ends(self) -> bool:
+        """Whether nothing of its session may be there afterwards."""
+        return self.do in ("close", "generate") or bool(self.words.get("close"))
+
+    @property
     def label(self) -> str:
         """What it is, for a reader."""
         if self.do == "generate":

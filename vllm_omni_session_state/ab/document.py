@@ -90,6 +90,16 @@ class Result:
         """Asks that both have answered."""
         return min(len(self.off.steps), len(self.on.steps))
 
+    @property
+    def left(self) -> tuple[Ask, ...]:
+        """Asks that ended a session of which the workers listed something afterwards, with the flag on."""
+        return tuple(
+            ask
+            for ask, step in zip(self.asks, self.on.steps, strict=False)
+            if ask.ends and step.sessions
+            if ask.do == "generate" or f"session {ask.session}" in step.sessions
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         found = self.comparison
@@ -107,6 +117,7 @@ class Result:
             "outputs_different": len(differences),
             "first_difference": _difference(differences[0]) if differences else None,
             "differences": [_difference(difference) for difference in differences[:MAX_DIFFERENCES]],
+            "left": [{"session": ask.session, "step": ask.step, "does": ask.label} for ask in self.left],
             "runs": {"off": self._run(self.off), "on": self._run(self.on)},
         }
 

@@ -127,7 +127,7 @@ def ab(options: Options, console: Console) -> int:
         result.why = f"an output cannot be read: {error}"
     (out / "ab.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
     (out / "ab.html").write_text(page(result), encoding="utf-8")
-    for line in verdict(result):
+    for line in filter(None, (*verdict(result), left_behind(result))):
         console.print(line, markup=False, soft_wrap=True)
     console.print(
         f"The report: {out / 'ab.html'}, and {out / 'ab.json'} for scripts.", markup=False, soft_wrap=True
@@ -155,6 +155,17 @@ def verdict(result: Result) -> Iterator[str]:
             yield f"  and {len(found.differences) - SHOWN:,} more"
     elif found is not None:
         yield f"As far as both came, all {of} are equal."
+
+
+def left_behind(result: Result) -> str:
+    """After which steps state of a session that had ended was still there, in a line; ``""`` after none."""
+    if not result.left:
+        return ""
+    first = result.left[0]
+    place = f"session {first.session}, step {first.step} ({first.label})"
+    return (
+        f"LEFT BEHIND: with the flag on, {len(result.left):,} ended sessions were still there, first {place}."
+    )
 
 
 def _prepared(out: Path, *, flag: bool) -> Run:

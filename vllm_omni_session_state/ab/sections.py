@@ -43,6 +43,12 @@ def verdict(result: Result) -> str:
     else:
         count = 0 if found is None else len(found.differences)
         word, text = "Different", f"{count:,} of {of} {'is' if count == 1 else 'are'} not the same."
+    if result.left:
+        first = result.left[0]
+        place = f"session {first.session}, step {first.step} ({first.label})"
+        text += (
+            f" With the flag on, {len(result.left):,} ended sessions were still there, first after {place}."
+        )
     return f'<div class="verdict s{status}"><b>{word}</b> {html.escape(text)}</div>'
 
 
