@@ -100,18 +100,6 @@ def test_cosmos3_is_equal_and_nothing_is_left_after_a_request(cosmos3, tmp_path)
     }
 
 
-def processes_of(folder):
-    """Pids of the served runs that write into a folder."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if "vllm_omni_session_state.ab.child" in words and str(folder) in words:
-                yield int(entry.name)
-
-
 def test_a_run_that_is_killed_is_named_with_its_log_and_the_others_results_are_kept(cosmos3, tmp_path):
     process = start(tmp_path, cosmos3, "Cosmos3", "--steps", "40", "--sessions", "1")
     off, on = tmp_path / "ab" / "off", tmp_path / "ab" / "on"
@@ -121,7 +109,7 @@ def test_a_run_that_is_killed_is_named_with_its_log_and_the_others_results_are_k
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until
             time.sleep(0.02)
-        (child,) = [pid for pid in processes_of(on) if pid in children_of(process.pid)]
+        (child,) = children_of(process.pid)  # it may have given itself another name
         os.kill(child, signal.SIGKILL)
         status, said, found = result_of(process, tmp_path)
     finally:
@@ -137,7 +125,15 @@ def test_a_run_that_is_killed_is_named_with_its_log_and_the_others_results_are_k
     assert len(found["runs"]["off"]["steps"]) == len(list(off.glob("*.safetensors"))) == 40
     assert found["compared"] == came
     assert f"As far as both came, all {came} outputs of {came} steps are equal." in said
-    assert list(processes_of(on)) == []
+    assert living_in(child) == []
+
+
+def living_in(group):
+    """Pids of a process group's members, without those that are dead and whom nobody has collected."""
+    command = ["ps", "-eo", "pid=,pgid=,stat="]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    members = [line.split() for line in found]
+    return [int(pid) for pid, of, state in members if int(of) == group and not state.startswith("Z")]
 
 
 def children_of(pid):
