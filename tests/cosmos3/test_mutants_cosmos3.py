@@ -2,78 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from unittest import mock
-
+import mutants_cosmos3 as mutants
 import pytest
 import test_session_state_cosmos3 as tests
 
-from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.adapters.cosmos3 import Cosmos3Adapter, Cosmos3State
+from vllm_omni_session_state.adapters.cosmos3 import Cosmos3State
 from vllm_omni_session_state.errors import IdentityMismatchError
-from vllm_omni_session_state.objects import EncodeOnceKV
 
 pytestmark = pytest.mark.host
-
-
-class Sink:
-    """A transformer that nobody sees."""
-
-    def reset_cache(self):
-        """Do nothing."""
-
-
-@contextmanager
-def alias_left_on_the_transformer():
-    end = Cosmos3Adapter._end
-    with mock.patch.object(Cosmos3Adapter, "_end", lambda self, key, _: end(self, key, Sink())):
-        yield
-
-
-@contextmanager
-def drop_that_forgets():
-    with (
-        mock.patch.object(SessionStateManager, "drop_session", return_value=True),
-        mock.patch.object(Cosmos3State, "reset", return_value=None),
-    ):
-        yield
-
-
-@contextmanager
-def one_state_for_one_id():
-    """Two calls under one id share a session, and nobody asks whose K/V it is."""
-
-    def shared(self, request):
-        self._calls.setdefault(request, None)
-        return request
-
-    def end(self, key, transformer):
-        self._calls.pop(key, None)
-        if not self._calls:
-            self._manager.drop_session(key)
-
-    def read(self, identity):
-        return None if self._encoded is None else self._encoded[0]
-
-    with (
-        mock.patch.object(Cosmos3Adapter, "_begin", shared),
-        mock.patch.object(Cosmos3Adapter, "_end", end),
-        mock.patch.object(EncodeOnceKV, "read", read),
-    ):
-        yield
-
-
-@contextmanager
-def capture_layer_by_layer():
-    def capture(self, transformer, is_negative):
-        branch = self._branch(is_negative)
-        if not branch.resident:
-            layers = []
-            branch.commit((layers, transformer.cached_freqs_gen))
-            layers.extend(transformer.cached_kv)
-
-    with mock.patch.object(Cosmos3State, "capture_from_transformer", capture):
-        yield
 
 
 def same_id_is_exact(off, on, monkeypatch):
@@ -89,11 +25,15 @@ def a_torn_capture_keeps_nothing(off, on, monkeypatch):
 
 
 CAUGHT_BY = {
-    alias_left_on_the_transformer: a_failing_request_leaves_nothing,
-    drop_that_forgets: a_failing_request_leaves_nothing,
-    one_state_for_one_id: same_id_is_exact,
-    capture_layer_by_layer: a_torn_capture_keeps_nothing,
+    mutants.alias_left_on_the_transformer: a_failing_request_leaves_nothing,
+    mutants.drop_that_forgets: a_failing_request_leaves_nothing,
+    mutants.one_state_for_one_id: same_id_is_exact,
+    mutants.capture_layer_by_layer: a_torn_capture_keeps_nothing,
 }
+
+
+def test_every_mutant_has_its_test():
+    assert set(CAUGHT_BY) == set(mutants.MUTANTS)
 
 
 @pytest.fixture

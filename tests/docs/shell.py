@@ -1,7 +1,7 @@
 """Shell lines of the pages: what each is, and that it is right. A line of no known kind is refused.
 
-Lines that can be run here cheaply are run; the A/B block is run whole by its own test; what would install,
-uninstall or serve a real model is checked against what it names.
+Lines that can be run here cheaply are run; what would install, uninstall or serve a real model is checked
+against what it names.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pages import PROJECT
 from travel import serve_arguments
-from vocabulary import VARIABLES
+from vocabulary import OTHERS, VARIABLES
 
 from vllm_omni_session_state.cli.main import _parser
 from vllm_omni_session_state.config import ENV_FLAG, ENV_MAX_SESSIONS, resolve
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAME = "vllm-omni-session-state"
-AB = re.compile(r'python ab\.py "\$MODEL" "\$DEPLOY" (on|off)\.txt|cmp off\.txt on\.txt && echo .+')
-"""Lines of the block that compares two runs; ``test_the_ab_run_of_the_docs`` runs them."""
-
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -53,8 +49,6 @@ def check(line: str) -> str:
         return "setting"
     while words and _ASSIGNMENT.fullmatch(words[0]):
         setting(words.pop(0))
-    if AB.fullmatch(line[line.index(words[0]) :]):
-        return "a/b"
     for kind, known in KINDS.items():
         if words[: len(kind)] == list(kind):
             known(words[len(kind) :])
@@ -76,7 +70,7 @@ def setting(word: str) -> None:
             in (PROJECT / "pyproject.toml").read_text()
         )
     else:
-        assert name == "OMP_NUM_THREADS", f"{name} is no variable that a test knows"
+        assert name in OTHERS, f"{name} is no variable that a test knows"
 
 
 def _make(arguments: list[str]) -> None:
@@ -131,6 +125,11 @@ def _python_module(arguments: list[str]) -> None:
     assert all(f" [{option}]" in done.stdout for option in options), f"{name} does not know {options}"
 
 
+def _diff(arguments: list[str]) -> None:
+    """Of what two runs of ``ab`` left."""
+    assert all(re.fullmatch(r"\w+/(off|on)", argument) for argument in arguments)
+
+
 KINDS: dict[tuple[str, ...], Callable[[list[str]], None]] = {
     ("make",): _make,
     ("pip", "install"): _pip_install,
@@ -138,24 +137,5 @@ KINDS: dict[tuple[str, ...], Callable[[list[str]], None]] = {
     ("vllm", "serve"): _vllm_serve,
     (NAME,): _own_command,
     ("python", "-m"): _python_module,
+    ("diff", "-r"): _diff,
 }
-
-
-def run(text: str, *, cwd: Path, **environment: str) -> str:
-    """Run a whole block as a user would; returns all it said.
-
-    Raises:
-        AssertionError: It failed.
-    """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=cwd,
-        env={**os.environ, "PATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout

@@ -17,7 +17,6 @@ import travel
 import vocabulary
 import yaml
 from pages import DOCS, PAGES, PROJECT, Block
-from profiles import LONG
 
 from vllm_omni_session_state import config
 from vllm_omni_session_state.config import ENV_FLAG, FLAG
@@ -25,9 +24,7 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.omni import rpc
 
 BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
-EQUALITY, ENABLING, MODELS, BUDGETS, ENDS = (
-    DOCS / f"{name}.md" for name in ("equality", "enabling", "models", "budgets", "ends")
-)
+ENABLING, MODELS, BUDGETS, ENDS = (DOCS / f"{name}.md" for name in ("enabling", "models", "budgets", "ends"))
 KNOWN = {"bash", "python", "yaml", "text"}
 
 
@@ -81,12 +78,13 @@ def python_pages():
 
 
 @pytest.mark.parametrize("page", python_pages())
-def test_the_python_of_a_page_runs_and_says_what_the_page_says(page):
-    """A page's blocks share their names, in order; a script is run by the test of its command."""
+def test_the_python_of_a_page_runs_and_says_what_the_page_says(page, tmp_path, monkeypatch):
+    """A page's blocks share their names, in order; what they write, they write into a folder of their own."""
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "docs"}
     said = ""
     for block in pages.blocks(page):
-        if block.language == "python" and "__main__" not in block.text:
+        if block.language == "python":
             said = run_python(block, names)
         elif block.language == "text":
             assert said == block.text, f"{block}: the code says\n{said}"
@@ -261,34 +259,6 @@ def test_every_call_and_every_reason_in_the_tables_is_one():
     assert {row[0].strip("`") for row in pages.table(ENDS, "method")} == set(rpc.METHODS)
     reasons = {row[0].strip("`").removeprefix("lost:") for row in pages.table(BUDGETS, "figure of `stats()`")}
     assert reasons == {reason.value for reason in Reason}
-
-
-@pytest.mark.host
-def test_the_ab_run_of_the_docs(dreamzero_checkpoint, tmp_path):
-    """The script and the block of commands of the page, as they stand there, on a tiny model.
-
-    Starting up is nearly all of it. In the short run the worker is vLLM-Omni's one for one device, in the
-    engine's own process; that a worker process is given the variable too, `test_worker_process.py` tests.
-    """
-    from omni_tiny.omni_runs import write_deploy
-
-    (script,) = [block for block in pages.blocks(EQUALITY) if "__main__" in block.text]
-    (commands,) = [block for block in pages.blocks(EQUALITY) if "cmp off.txt" in block.text]
-    (tmp_path / "ab.py").write_text(script.text)
-    executor = "mp" if LONG else "uni"
-    deploy = write_deploy(tmp_path / "deploy.yaml", dreamzero_checkpoint, executor=executor)
-    said = shell.run(
-        commands.text,
-        cwd=tmp_path,
-        MODEL=str(dreamzero_checkpoint),
-        DEPLOY=str(deploy),
-        VLLM_LOGGING_LEVEL="INFO",
-    )
-    assert said.endswith("equal to the bit\n")
-    (line,) = [name for name in pages.names(ENABLING) if name.startswith("session state manager")]
-    assert said.count(line) == 1, "only the second run is managed, and says so as the page does"
-    digests = (tmp_path / "on.txt").read_text().splitlines()
-    assert len(digests) == len(set(digests)) == 32
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -36,7 +36,10 @@ HOST_FILES = (
     "experimental/ar_diffusion/runner.py",
     "plugins/__init__.py",
 )
-OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", "OMP_NUM_THREADS", *dir(dict)})
+PINS = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "DIFFUSION_ATTENTION_BACKEND")
+"""Variables of others, with which a reader pins what could differ."""
+
+OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", *PINS, *dir(dict)})
 VARIABLES = frozenset(
     {ENV_KEY, *(f"{ENV_FLAG}_{name.upper().replace('.', '_')}" for name in config._OPTION_NAMES)}
 )
@@ -89,7 +92,7 @@ def unknown(name: str) -> str | None:
     """What of a name in backticks does not exist, ``None`` where all of it does or it is no name."""
     if _PATH.fullmatch(name):
         places = (PROJECT, PACKAGE, PROJECT / "tests", PROJECT / "tests" / "harness")
-        return None if name in SCRIPTS or any((place / name).exists() for place in places) else name
+        return None if name in LEFT or any((place / name).exists() for place in places) else name
     if name.startswith("vllm_omni_session_state."):
         return _unknown_dotted(name)
     if not _CODE_LIKE.fullmatch(name):
@@ -100,8 +103,8 @@ def unknown(name: str) -> str | None:
     return ", ".join(missing) or None
 
 
-SCRIPTS = frozenset({"ab.py"})
-"""Files that a page itself gives to its reader."""
+LEFT = frozenset({"off/", "on/"})
+"""Folders that a command makes."""
 
 
 def _known(word: str) -> bool:

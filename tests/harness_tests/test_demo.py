@@ -18,15 +18,18 @@ import pytest
 import torch
 from omni_tiny import request_watch
 from omni_tiny.demo import __main__ as command
-from omni_tiny.demo import child, jobs, tables, verdict
-from omni_tiny.demo.course import Course, Phase
-from omni_tiny.demo.face import Watch, say_equality
-from omni_tiny.demo.jobs import CouldNotRunError
+from omni_tiny.demo import child, tables, verdict
+from omni_tiny.demo.face import say_equality
 from omni_tiny.demo.scenarios import REQUESTS, ROBOTS, SCENARIOS, cosmos3, dreamzero
 from omni_tiny.demo.tables import bytes_table, show_requests, show_sessions
 from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
 from omni_tiny.digest import digest
 from rich.console import Console
+
+from vllm_omni_session_state.ab import jobs
+from vllm_omni_session_state.ab.course import Course, Phase
+from vllm_omni_session_state.ab.face import Watch
+from vllm_omni_session_state.ab.jobs import CouldNotRunError
 
 OURS = "vllm_omni_session_state.manager.SessionStateManager"
 
@@ -224,9 +227,11 @@ def test_the_table_of_requests_fits_a_terminal_and_claims_only_what_was_counted(
     ],
 )
 def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, tmp_path, happens, status, says):
-    def run_job(job, names, *_, environment, **__):
+    def run_job(words, *, environment, log):
+        job, *names, _ = words[3:]
+        assert words[2] == "omni_tiny.demo.child"
         if job == "write":
-            assert list(names) == list(SCENARIOS)
+            assert names == list(SCENARIOS)
             return
         (name,) = names
         manager = OURS if environment[jobs.FLAG] == "1" else None
@@ -280,7 +285,7 @@ def test_a_course_never_goes_back_and_its_estimate_follows_the_pace():
     assert course.seconds_done(30) == 20
 
 
-def job(monkeypatch, tmp_path, body):
+def job(tmp_path, body):
     """Run a child that does no more than the body; `say` writes an event."""
     script = tmp_path / "child.py"
     script.write_text(
@@ -288,14 +293,9 @@ def job(monkeypatch, tmp_path, body):
         "def say(**event): os.write(int(sys.argv[-1]), (json.dumps(event) + '\\n').encode())\n"
         + textwrap.dedent(body)
     )
-    interpreter = tmp_path / "python"
-    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    interpreter.chmod(0o755)
-    monkeypatch.setattr(jobs.sys, "executable", str(interpreter))
     log = tmp_path / "log"
-    events = [
-        e for e in jobs.run_job("serve", ["x"], tmp_path, environment=jobs.settings(flag=True), log=log) if e
-    ]
+    environment = command.environment(flag=True)
+    events = [e for e in jobs.run_job([sys.executable, str(script)], environment=environment, log=log) if e]
     return events, log.read_text()
 
 
@@ -306,7 +306,7 @@ def test_a_job_reports_its_events_and_only_its_log_has_the_noise(monkeypatch, tm
         say(done=1)
         say(end=True, error='')
     """
-    events, log = job(monkeypatch, tmp_path, body)
+    events, log = job(tmp_path, body)
     assert events == [{"done": 1}, {"end": True, "error": ""}]
     assert log == f"['{jobs.FLAG}']\n"
 
@@ -320,13 +320,14 @@ def test_a_job_reports_its_events_and_only_its_log_has_the_noise(monkeypatch, tm
             "import subprocess; subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(4)",
             "exit status 4",
         ),
+        ("os.kill(os.getpid(), 9)", "signal SIGKILL"),
         ("time.sleep(60)", "reported nothing"),
     ],
 )
 def test_a_job_that_fails_dies_or_hangs_is_no_result(monkeypatch, tmp_path, body, said):
     monkeypatch.setattr(jobs, "SILENCE_S", 2.0)
     with pytest.raises(CouldNotRunError, match=said):
-        job(monkeypatch, tmp_path, body)
+        job(tmp_path, body)
 
 
 def test_the_demo_calls_the_plugins_things_by_their_names():

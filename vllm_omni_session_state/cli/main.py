@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from vllm_omni_session_state.cli import doctor, sessions
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.command == "doctor":
             return _doctor(deploy_config=asked.deploy_config, as_json=asked.json)
+        if asked.command == "ab":
+            return _ab(asked)
         return _ask(asked)
     except CommandError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
@@ -71,6 +74,23 @@ def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
         report = doctor.examine(deploy_config=deploy_config)
     tables.show_doctor(report)
     return report.status
+
+
+def _ab(asked: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console  # noqa: PLC0415 - scripts need no tables
+
+        from vllm_omni_session_state.ab import jobs, run  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        raise CommandError(f"ab needs rich for its progress: pip install '{PROGRAM}[cli]'") from error
+    names = ("deploy_config", "model", "sessions", "steps", "record", "replay", "out")
+    options = run.Options(**{name: getattr(asked, name) for name in names})
+    try:
+        return run.ab(options, Console(highlight=False))
+    except jobs.CouldNotRunError as error:
+        raise CommandError(str(error)) from error
 
 
 def _tables() -> ModuleType:
@@ -108,6 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--deploy-config", metavar="FILE", help="the deploy YAML that you serve with")
     asked.add_argument("--json", action="store_true", help="one JSON object, for scripts")
 
+    _add_ab(
+        commands.add_parser(
+            "ab",
+            help="is every bit equal with the flag off and on? Serves a deployment twice and compares",
+            description="Serves one deploy YAML twice, with only the flag flipped, sends both the same and "
+            "compares every output bit by bit.",
+            epilog="exit status: 0 equal; 1 different; 2 could not run",
+        )
+    )
+
     server = argparse.ArgumentParser(add_help=False)
     server.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
     server.add_argument(
@@ -139,3 +169,20 @@ def _parser() -> argparse.ArgumentParser:
         asked = commands.add_parser(name, parents=[server], help=help_, epilog=EXITS)
         asked.add_argument("names", metavar="NAME", nargs="+", help="a session as it is shown, or its id")
     return parser
+
+
+def _add_ab(asked: argparse.ArgumentParser) -> None:
+    asked.add_argument(
+        "--deploy-config", metavar="FILE", required=True, help="the deploy YAML that you serve with"
+    )
+    asked.add_argument("--model", help="the checkpoint (default: the published one of the YAML's model)")
+    asked.add_argument(
+        "--sessions", metavar="K", type=int, help="interleaved sessions (default: 3, Cosmos3: 2)"
+    )
+    asked.add_argument("--steps", metavar="N", type=int, help="steps of each (default: 12, Cosmos3: 6)")
+    how = asked.add_mutually_exclusive_group()
+    how.add_argument("--record", metavar="FILE", type=Path, help="write what is sent to a file")
+    how.add_argument("--replay", metavar="FILE", type=Path, help="send what such a file says")
+    asked.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="for outputs, logs and the report (default: a new one)"
+    )

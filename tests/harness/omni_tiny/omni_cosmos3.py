@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def write_cosmos3_deploy(path: str | Path) -> Path:
-    """Write the deploy YAML of one tiny Cosmos3 stage, as the host's own, and return the file."""
+def write_cosmos3_deploy(path: str | Path, *, executor: str = "mp") -> Path:
+    """Write the deploy YAML of one tiny Cosmos3 stage, as the host's own, and return the file.
+
+    Args:
+        path: The file.
+        executor: See `write_stage`.
+    """
     stage = {
         "model_class_name": "Cosmos3OmniDiffusersPipeline",
         "model_config": {"guardrails": False},  # a gated model of its own
     }
-    return write_stage(path, "cosmos3_omni_deploy", stage)
+    return write_stage(path, "cosmos3_omni_deploy", stage, executor=executor)
 
 
 class OmniCosmos3(OmniRun):

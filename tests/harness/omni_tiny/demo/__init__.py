@@ -2,9 +2,10 @@
 
 * `scenarios`: what a model's clients do, one scenario per model;
 * `child`: writing, or one served run, in a process of its own;
-* `jobs`: starts such a process and reads what it reports;
 * `verdict`: what the two runs show;
-* `face`: the progress bar and the verdict;
+* `face`: the verdict;
 * `tables`: the tables;
 * `__main__`: the command.
+
+How a process is run, and the progress bar, are those of the plugin's own command ``ab``.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import shutil
 import sys
 import tempfile
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from omni_tiny.demo import child
-from omni_tiny.demo.course import Course, Phase
-from omni_tiny.demo.face import Watch, say_equality, say_left
-from omni_tiny.demo.jobs import FLAG, CouldNotRunError, run_job, settings
+from omni_tiny.demo.face import say_equality, say_left
 from omni_tiny.demo.scenarios import SCENARIOS
 from omni_tiny.demo.tables import SHOW
 from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
+from vllm_omni_session_state.ab.course import Course, Phase
+from vllm_omni_session_state.ab.face import Watch
+from vllm_omni_session_state.ab.jobs import FLAG, THREADS, CouldNotRunError, run_job, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,6 +45,18 @@ def course(scenarios: Iterable[Scenario]) -> Course:
     return Course([Phase(WRITING, 12.0), *served])
 
 
+def job(name: str, scenarios: Iterable[str], folder: Path) -> list[str]:
+    """The command that runs a job of `child`."""
+    return [sys.executable, "-m", child.__name__, name, *scenarios, os.fspath(folder)]
+
+
+def environment(*, flag: bool | None) -> dict[str, str]:
+    """What a process of the demo gets: only the flag of the plugin's variables, and nothing is looked up."""
+    kept = {name: value for name, value in settings(flag=flag).items() if not name.startswith(f"{FLAG}_")}
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, **quiet, **dict.fromkeys(THREADS, "1")}
+
+
 def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: Watch) -> list[Served]:
     """Serve one scenario; returns the runs with the flag off and on.
 
@@ -51,7 +65,7 @@ def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: W
     """
     runs = {False: Served(), True: Served()}
     for flag, served in runs.items():
-        for event in run_job("serve", [name], folder, environment=settings(flag=flag), log=log):
+        for event in run_job(job("serve", [name], folder), environment=environment(flag=flag), log=log):
             served.take(event)
             if "phase" in event:
                 watch.begin()
@@ -70,7 +84,7 @@ def run(scenarios: dict[str, Scenario], folder: Path, log: Path, console: Consol
     results = {}
     with Watch(console, course(scenarios.values())).shown() as watch:
         watch.begin()
-        for _ in run_job("write", list(scenarios), folder, environment=settings(flag=None), log=log):
+        for _ in run_job(job("write", scenarios, folder), environment=environment(flag=None), log=log):
             watch.tick()
         for name, scenario in scenarios.items():
             results[name] = serve_twice(name, scenario, folder, log, watch)

@@ -8,20 +8,16 @@ worker's listing) and last ``end``, with ``error`` empty or in one line.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni_tiny.demo.scenarios import SCENARIOS
+from vllm_omni_session_state.ab.reports import reporting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from omni_tiny.demo.scenarios import Scenario
-
-    Report = Callable[..., None]
+    from vllm_omni_session_state.ab.reports import Report
 
 LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
 """Phases of a served run."""
@@ -56,25 +52,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("events", type=int, help="file descriptor")
     arguments = parser.parse_args()
-    os.set_inheritable(arguments.events, False)
-    with os.fdopen(arguments.events, "w", buffering=1) as events:
-
-        def report(**event: Any) -> None:
-            events.write(json.dumps(event) + "\n")
-
-        error = ""
-        try:
-            for name in arguments.scenarios:
-                scenario, folder = SCENARIOS[name](), arguments.folder / name
-                if arguments.job == "write":
-                    folder.mkdir()
-                    scenario.write(folder)
-                else:
-                    serve(scenario, folder, report)
-        except BaseException as failure:  # noqa: BLE001 - whatever it is, the parent shall say it
-            traceback.print_exc()
-            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        report(end=True, error=error)
+    with reporting(arguments.events) as report:
+        for name in arguments.scenarios:
+            scenario, folder = SCENARIOS[name](), arguments.folder / name
+            if arguments.job == "write":
+                folder.mkdir()
+                scenario.write(folder)
+            else:
+                serve(scenario, folder, report)
 
 
 if __name__ == "__main__":  # the host's worker processes import this file again

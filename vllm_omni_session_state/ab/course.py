@@ -1,17 +1,14 @@
-"""How far the demo is and how long it still takes, from what each phase is expected to take."""
+"""How far a run of several processes is and how long it still takes, from what each phase should take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One stretch of the demo.
+    """One stretch of it.
 
     Attributes:
         name: What is going on, for a reader.

@@ -1,0 +1,254 @@
+"""One served run: a deployment in this process, as its user serves it, and every ask sent to it.
+
+It writes each answer to a file as it comes and reports, beside ``end``: ``phase``, when one begins; ``model``
+and ``asks``, once both are known; ``done`` for each ask, with its ``seconds``, the worker's ``peak_bytes``
+as the host measured them, and ``sessions``, which the manager lists after it: bytes by device of each.
+
+The only file of the package beside the layers below that imports the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_session_state.ab.asks import CHECKPOINTS, COSMOS3, DEFAULTS, DREAMZERO, Ask, Observations
+from vllm_omni_session_state.ab.clips import Clips
+from vllm_omni_session_state.ab.compare import file_of
+from vllm_omni_session_state.ab.outputs import save, tensors_of
+from vllm_omni_session_state.ab.recording import Recording, write_recording
+from vllm_omni_session_state.ab.reports import Report, reporting
+from vllm_omni_session_state.ab.robots import Robots
+from vllm_omni_session_state.config import ENV_FLAG
+from vllm_omni_session_state.ids import export_key, shown
+from vllm_omni_session_state.omni.survey import read_deploy_config
+
+LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
+"""Phases of a run."""
+
+CLASSES = {"DreamZeroPipeline": DREAMZERO, "Cosmos3OmniDiffusersPipeline": COSMOS3}
+"""The host's pipeline class -> the model."""
+
+RPC_TIMEOUT_S = 120.0
+
+
+class RefusedError(ValueError):
+    """It cannot be served as asked; the message says why, and is all that a user needs."""
+
+
+def served_in(path: str) -> tuple[str, int]:
+    """The model that a deploy YAML serves, and its stage.
+
+    Raises:
+        RefusedError: There is none that has an adapter.
+        ValueError: The host cannot read the file.
+    """
+    written = read_deploy_config(path)
+    found = []
+    for stage in written["stages"]:
+        name = {**stage, **(stage.get("engine_args") or {})}.get("model_class_name")
+        found.append(name)
+        if name in CLASSES:
+            return CLASSES[name], int(stage.get("stage_id", 0))
+    named = ", ".join(map(str, found)) or "none"
+    raise RefusedError(
+        f"{path} has no stage of a model whose session state this plugin knows: model_class_name is {named}, "
+        f"not any of {', '.join(CLASSES)}"
+    )
+
+
+def observations(model: str, asked: argparse.Namespace) -> Observations:
+    """What is sent to a model: a recording, or drawn.
+
+    Raises:
+        RefusedError: The recording is of another model.
+        DamagedFileError: It is damaged.
+    """
+    if asked.replay is not None:
+        recording = Recording(asked.replay)
+        if recording.model != model:
+            raise RefusedError(
+                f"{asked.replay} is of {recording.model}, and {asked.deploy_config} serves {model}"
+            )
+        return recording
+    sessions, steps = DEFAULTS[model]
+    sessions, steps = asked.sessions or sessions, asked.steps or steps
+    if model == DREAMZERO:
+        return Robots(sessions=sessions, steps=steps, seed=asked.seed)
+    return Clips(sessions=sessions, steps=steps, seed=asked.seed)
+
+
+class Served:
+    """A deployment that is served.
+
+    Args:
+        checkpoint: The model's name or folder.
+        deploy: The YAML.
+        stage: The stage of the model.
+    """
+
+    def __init__(self, checkpoint: str, deploy: str, *, stage: int) -> None:
+        from vllm_omni.entrypoints.omni import Omni  # noqa: PLC0415 - the host, and only here
+
+        self._stage = stage
+        self._omni = Omni(model=checkpoint, deploy_config=deploy)
+
+    def close(self) -> None:
+        """Stop its processes."""
+        self._omni.close()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the stage's workers by name.
+
+        Raises:
+            RuntimeError: They have none of that name, or it failed.
+        """
+        (answers,) = self._omni.engine.collective_rpc(
+            method, args=args, timeout=RPC_TIMEOUT_S, stage_ids=[self._stage]
+        )
+        if isinstance(answers, Mapping):
+            raise RuntimeError(  # noqa: TRY004 - it is the host's way to say that it failed
+                f"the worker did not answer {method}: {answers.get('error', answers)}"
+            )
+        return list(answers)
+
+    def answer(self, ask: Ask, arrays: Mapping[str, Any]) -> Any:
+        """Do what is asked for.
+
+        Raises:
+            RuntimeError: The host refused it.
+        """
+        if ask.do in ("reset", "close"):
+            return self.call(f"{ask.do}_ar_diffusion_session", ask.session_id)[0]
+        prompt, sampling = (_step if ask.do == "step" else _generate)(ask, arrays)
+        (output,) = self._omni.generate(prompt, [sampling], use_tqdm=False)
+        if getattr(output, "error", None):
+            raise RuntimeError(output.error)
+        return output
+
+    def sessions(self) -> dict[str, dict[str, int]]:
+        """Bytes by device of each session, over all ranks; by the id that was sent, or as a listing shows it.
+
+        Raises:
+            RuntimeError: There is no manager, or a rank could not say.
+        """
+        names = {shown(f"ab-{number}"): f"session {number}" for number in range(1, 65)}
+        found: dict[str, dict[str, int]] = {}
+        for answer in self.call("session_state_list"):
+            for rank in answer["ranks"]:
+                if not rank["ok"]:
+                    raise RuntimeError(f"rank {rank['rank']} cannot list its sessions: {rank['error']}")
+                for entry in rank["sessions"]:
+                    held = found.setdefault(names.get(entry["session"], entry["session"]), {})
+                    for device, nbytes in entry["nbytes"].items():
+                        held[device] = held.get(device, 0) + nbytes
+        return found
+
+
+def _step(ask: Ask, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - the host
+
+    prompt = ask.words["prompt"]
+    seen = {**arrays, "prompt": prompt, "session_id": ask.session_id}
+    extra: dict[str, Any] = {"session_id": ask.session_id, "robot_obs": seen}
+    if ask.words.get("reset"):
+        extra["reset"] = True
+    if ask.words.get("close"):
+        extra["close_session"] = True
+    return prompt, OmniDiffusionSamplingParams(seed=ask.words["seed"], extra_args=extra)
+
+
+def _generate(ask: Ask, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - the host
+
+    words = ask.words
+    prompt: dict[str, Any] = {"prompt": words["prompt"], "negative_prompt": words["negative"]}
+    if words["kind"] == "t2i":
+        prompt["modalities"] = ["image"]
+    if words["kind"] == "i2v":
+        prompt["multi_modal_data"] = {"image": arrays["image"]}
+    return prompt, OmniDiffusionSamplingParams(
+        height=words["height"],
+        width=words["width"],
+        num_frames=words["frames"],
+        seed=words["seed"],
+        num_inference_steps=words["denoising"],
+        guidance_scale=words["guidance"],
+    )
+
+
+def _pictures(ask: Ask) -> str:
+    return "video" if ask.do == "step" else "picture" if ask.words.get("kind") == "t2i" else "clip"
+
+
+def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
+    """Serve once, and send everything."""
+    report(phase=LOADING)
+    model, stage = served_in(asked.deploy_config)
+    sent = observations(model, asked)
+    if asked.record is not None:
+        write_recording(asked.record, sent)
+    report(
+        model=model,
+        checkpoint=asked.model or CHECKPOINTS[model],
+        asks=[[ask.session, ask.do, dict(ask.words)] for ask in sent.asks],
+    )
+    served = Served(asked.model or CHECKPOINTS[model], asked.deploy_config, stage=stage)
+    with contextlib.closing(served):
+        if flag:
+            _see_that_it_is_managed(served)
+        report(phase=SERVING)
+        for ask in sent.asks:
+            arrays = sent.arrays(ask)
+            begun = time.monotonic()
+            try:
+                output = served.answer(ask, arrays)
+            except Exception as error:
+                place = f"session {ask.session}, step {ask.step} ({ask.label})"
+                raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
+            seconds = time.monotonic() - begun
+            save(file_of(asked.out, ask.number), tensors_of(output, pictures=_pictures(ask)))
+            report(
+                done=ask.number + 1,
+                seconds=seconds,
+                peak_bytes=round(getattr(output, "peak_memory_mb", 0.0) * (1 << 20)),
+                sessions=served.sessions() if flag else None,
+            )
+        report(phase=STOPPING)
+
+
+def _see_that_it_is_managed(served: Served) -> None:
+    try:
+        served.sessions()
+    except RuntimeError as error:
+        raise RefusedError(
+            f"{ENV_FLAG}=1 did not turn the plugin on ({error}): `vllm-omni-session-state doctor`, "
+            "or a WARNING in the log, says why"
+        ) from error
+
+
+def main() -> None:
+    """Do what the command line says; a reported error is no exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deploy-config", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--sessions", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("events", type=int, help="file descriptor")
+    asked = parser.parse_args()
+    with reporting(asked.events) as report:
+        export_key()  # the workers show sessions as this process does
+        serve(asked, report, flag=os.environ.get(ENV_FLAG) == "1")
+
+
+if __name__ == "__main__":  # the host's worker processes import this file again
+    main()

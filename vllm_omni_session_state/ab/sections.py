@@ -1,0 +1,233 @@
+"""The parts of the page: each makes HTML of what came of two runs, ``""`` where it has nothing to say."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm_omni_session_state.ab.asks import Ask
+from vllm_omni_session_state.ab.compare import Difference
+from vllm_omni_session_state.ab.document import COULD_NOT_RUN, EQUAL, Result, Run, Step
+from vllm_omni_session_state.ab.plots import (
+    COLOURS,
+    Line,
+    bytes_plot,
+    bytes_text,
+    legend,
+    seconds_plot,
+    seconds_text,
+)
+
+SHOWN = 50
+"""Rows of differences on the page; all are counted, and a thousand stand in the JSON file."""
+
+STEPS = "steps of all sessions, in order"
+_CALLS = ("reset", "close")
+
+
+def verdict(result: Result) -> str:
+    """What came of it, in a few sentences."""
+    found, status = result.comparison, result.status
+    of = "" if found is None else f"{found.outputs:,} outputs of {result.both:,} steps"
+    size = "" if found is None else f" ({bytes_text(found.nbytes)})"
+    if status == EQUAL:
+        word, text = "Equal", f"All {of}{size} are equal to the last bit."
+    elif status == COULD_NOT_RUN:
+        word = "Could not run"
+        text = f"{result.why or 'Nothing was answered by both'}."
+        if found is not None:
+            count = len(found.differences)
+            text += f" Of the {of} that both answered, {f'{count:,}' if count else 'none'} differ."
+    else:
+        count = 0 if found is None else len(found.differences)
+        word, text = "Different", f"{count:,} of {of} {'is' if count == 1 else 'are'} not the same."
+    if result.left:
+        first = result.left[0]
+        place = f"session {first.session}, step {first.step} ({first.label})"
+        text += (
+            f" With the flag on, {len(result.left):,} ended sessions were still there, first after {place}."
+        )
+    return f'<div class="verdict s{status}"><b>{word}</b> {html.escape(text)}</div>'
+
+
+def differences(result: Result) -> str:
+    """Where they differ, the first difference in words."""
+    found = () if result.comparison is None else result.comparison.differences
+    if not found:
+        return ""
+    more = f"<p>And {len(found) - SHOWN:,} more.</p>" if len(found) > SHOWN else ""
+    heads = ("session", "step", "tensor", "elements", "by at most", "first at", "does")
+    table = _table(
+        heads, (_difference_row(difference) for difference in found[:SHOWN]), numbers={0, 1, 3, 4, 5}
+    )
+    return (
+        f"<h2>Where they differ</h2><p>First: {html.escape(str(found[0]))}.</p>{table}{more}"
+        "<p>A difference is carried on by the steps of its session that come after it: begin with the first. "
+        "Does the run with the flag off repeat itself? If not, nothing can be said: pin more.</p>"
+    )
+
+
+def _difference_row(difference: Difference) -> Sequence[str]:
+    ask, numbers = difference.ask, difference.numbers
+    place = (str(ask.session), str(ask.step), difference.tensor)
+    if numbers is None:
+        return (*place, f"off: {difference.off}; on: {difference.on}", "", "", ask.label)
+    greatest = "not finite" if numbers.max_difference is None else f"{numbers.max_difference:.6g}"
+    counted = f"{numbers.differing:,} of {numbers.elements:,}"
+    return (*place, counted, greatest, str(list(numbers.first)), ask.label)
+
+
+def session_bytes(result: Result) -> str:
+    """What the manager counts of each session, a plot per device."""
+    counted = [
+        (number, step.sessions) for number, step in enumerate(result.on.steps, 1) if step.sessions is not None
+    ]
+    if not counted:
+        return ""
+    totals: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for number, sessions in counted:
+        for name, held in sessions.items():
+            for device, nbytes in held.items():
+                totals.setdefault(device, {}).setdefault(name, []).append((number, nbytes))
+    text = (
+        "Bytes of each session after each step, as the workers of the run with the flag on list them. With "
+        "the flag off the model keeps its state in its own fields, which nobody counts: of that run there is "
+        "only the memory of the whole worker, below."
+    )
+    head = f"<h2>Session state</h2><p>{text}</p>"
+    if not totals:
+        return (
+            head + "<p>No session was there after any step: here a session lasts as long as its request, and "
+            "0 bytes of it are left.</p>"
+        )
+    return head + _figures(_per_device(device, totals[device]) for device in sorted(totals))
+
+
+def _per_device(device: str, sessions: dict[str, list[tuple[int, float]]]) -> str:
+    names = sorted(sessions, key=lambda name: (len(name), name))
+    lines = [Line(name, tuple(sessions[name]), number) for number, name in enumerate(names[: COLOURS - 1])]
+    if rest := names[COLOURS - 1 :]:
+        summed: dict[int, float] = {}
+        for name in rest:
+            for number, nbytes in sessions[name]:
+                summed[number] = summed.get(number, 0) + nbytes
+        lines.append(Line(f"{len(rest)} more together", tuple(sorted(summed.items())), COLOURS - 1))
+    plot = bytes_plot(lines, label="session state", x_label=STEPS)
+    return _figure(f"Session state on {device}, flag on", plot, lines)
+
+
+def memory(result: Result) -> str:
+    """The most that the worker had at once during each step, both runs."""
+    lines = _both(result, lambda step: float(step.peak_bytes))
+    if not lines:
+        return ""
+    text = (
+        "The most memory that the worker had at once in each step, as vLLM-Omni measures it: reserved on "
+        "the device, with weights and buffers. It moves with what the allocator keeps; it counts no sessions."
+    )
+    plot = bytes_plot(lines, label="memory", x_label=STEPS, from_zero=False)
+    figure = _figure("Memory of the worker at its peak (the axis need not begin at 0)", plot, lines)
+    return f"<h2>Memory</h2><p>{text}</p>{_figures([figure])}"
+
+
+def times(result: Result) -> str:
+    """How long steps took."""
+    lines = _both(result, lambda step: step.seconds)
+    if not lines:
+        return ""
+    rows = []
+    for run in (result.off, result.on):
+        seconds = [step.seconds for ask, step in _steps(result, run)]
+        if seconds:
+            middle, most = statistics.median(seconds), max(seconds)
+            row = (middle, most, sum(seconds), run.seconds)
+            rows.append((run.word, *(seconds_text(value) for value in row)))
+    heads = ("run", "median", "longest", "all", "with loading")
+    table = _table(heads, rows, numbers=set(range(1, 5)))
+    plot = seconds_plot(lines, label="step time", x_label=STEPS)
+    note = (
+        "From the client's side, one run after the other: a first step may compile, and what else runs on "
+        "the machine shows."
+    )
+    return f"<h2>Step times</h2>{table}<p>{note}</p>{_figures([_figure('Time of each step', plot, lines)])}"
+
+
+def about(result: Result) -> str:
+    """What was run, on what, and where all of it is."""
+    rows = []
+    for name, value in result.about.items():
+        if isinstance(value, dict):
+            words = ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
+        else:
+            words = "" if value is None else str(value)
+        if words:
+            rows.append((name.replace("_", " "), words))
+    for run in (result.off, result.on):
+        rows.append((f"{run.word}: answered", f"{len(run.steps):,} of {len(result.asks):,}"))
+        if run.failure:
+            rows.append((f"{run.word}: failed", run.failure))
+        rows += [(f"{run.word}: log", run.log), (f"{run.word}: outputs", run.outputs)]
+    return f'<h2>What was run</h2><div class="about">{_table((), rows)}</div>'
+
+
+def every_step(result: Result) -> str:
+    """All steps, folded."""
+    rows = []
+    for ask in result.asks:
+        off, on = (
+            run.steps[ask.number] if ask.number < len(run.steps) else None for run in (result.off, result.on)
+        )
+        held = "" if on is None or on.sessions is None else bytes_text(_held(on, ask))
+        took = ("" if step is None else seconds_text(step.seconds) for step in (off, on))
+        rows.append((str(ask.number + 1), str(ask.session), str(ask.step), ask.label, *took, held))
+    heads = ("", "session", "step", "does", "flag off", "flag on", "its session after it")
+    table = _table(heads, rows, numbers={0, 1, 2, 4, 5, 6})
+    return (
+        f"<h2>Every step</h2><details><summary>{len(rows):,} steps</summary>{table}</details>" if rows else ""
+    )
+
+
+def _held(step: Step, ask: Ask) -> int:
+    return sum(((step.sessions or {}).get(f"session {ask.session}") or {}).values())
+
+
+def _steps(result: Result, run: Run) -> list[tuple[Ask, Step]]:
+    """Steps without calls, which are over at once."""
+    return [pair for pair in zip(result.asks, run.steps, strict=False) if pair[0].do not in _CALLS]
+
+
+def _both(result: Result, value: Any) -> list[Line]:
+    lines = [
+        Line(
+            run.word,
+            tuple((ask.number + 1, value(step)) for ask, step in _steps(result, run) if value(step)),
+            0 if run.flag else 1,
+            dashed=not run.flag,
+        )
+        for run in (result.off, result.on)
+    ]
+    return [line for line in lines if line.points]
+
+
+def _figure(caption: str, plot: str, lines: Sequence[Line]) -> str:
+    return f"<figure><figcaption>{html.escape(caption)}</figcaption>{plot}{legend(lines)}</figure>"
+
+
+def _figures(figures: Iterable[str]) -> str:
+    return f'<div class="plots">{"".join(figures)}</div>'
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: set[int] | None = None) -> str:
+    """A table; columns in ``numbers`` stand at the right."""
+
+    def cell(kind: str, column: int, text: str) -> str:
+        right = ' class="n"' if numbers and column in numbers else ""
+        return f"<{kind}{right}>{html.escape(text)}</{kind}>"
+
+    head = "".join(cell("th", column, text) for column, text in enumerate(heads))
+    body = "".join(
+        f"<tr>{''.join(cell('td', column, text) for column, text in enumerate(row))}</tr>" for row in rows
+    )
+    return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}{body}</table></div>'
