@@ -189,6 +189,9 @@ def _pictures(ask: Ask) -> str:
 def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
     """Serve once, and send everything."""
     report(phase=LOADING)
+    # First of all, and aloud: whatever stream is there when it is imported is where it logs to.
+    from vllm_omni.entrypoints import omni as _  # noqa: F401, PLC0415 - the host
+
     model, stage = served_in(asked.deploy_config)
     sent = observations(model, asked)
     if asked.record is not None:
