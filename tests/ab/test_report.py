@@ -156,7 +156,7 @@ def test_what_is_left_of_an_ended_session_is_said_and_the_verdict_is_of_outputs(
     assert result.left == tuple(ends), "these runs list both sessions after every step"
     assert result.status == EQUAL
     assert f"first session {ends[0].session}, step {ends[0].step} (close)" in left_behind(result)
-    assert "ended sessions were still there" in " ".join(Read(page(result)).texts)
+    assert "an ended session was still there after" in " ".join(Read(page(result)).texts)
     assert len(result.as_json()["left"]) == len(ends)
     for ask in ends:
         del result.on.steps[ask.number].sessions[f"session {ask.session}"]

@@ -163,9 +163,8 @@ def left_behind(result: Result) -> str:
         return ""
     first = result.left[0]
     place = f"session {first.session}, step {first.step} ({first.label})"
-    return (
-        f"LEFT BEHIND: with the flag on, {len(result.left):,} ended sessions were still there, first {place}."
-    )
+    times = f"{len(result.left):,} of {len(result.asks):,} steps"
+    return f"LEFT BEHIND: with the flag on, an ended session was still there after {times}, first {place}."
 
 
 def _prepared(out: Path, *, flag: bool) -> Run:

@@ -46,9 +46,8 @@ def verdict(result: Result) -> str:
     if result.left:
         first = result.left[0]
         place = f"session {first.session}, step {first.step} ({first.label})"
-        text += (
-            f" With the flag on, {len(result.left):,} ended sessions were still there, first after {place}."
-        )
+        times = f"{len(result.left):,} of {len(result.asks):,} steps"
+        text += f" With the flag on, an ended session was still there after {times}, first {place}."
     return f'<div class="verdict s{status}"><b>{word}</b> {html.escape(text)}</div>'
 
 
