@@ -1,4 +1,4 @@
-"""Real servers, each started once for all of this folder: half a minute and more for each."""
+"""Real servers, each started once for all tests of a file: half a minute and more for each."""
 
 import logging
 
@@ -25,7 +25,7 @@ def serve(dreamzero_checkpoint, tmp_path_factory):
     return serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: the worker of an idle server keeps half a core busy
 def server(serve):
     """With the flag on and nothing else set; a silent robot is hung up on soon."""
     with serve(idle_timeout_s=SILENCE_S) as server:
