@@ -90,7 +90,7 @@ MUTANTS = {
         ),
         Mutant("keeps blocks after a fault", kv, "put_back", "kv.end_request(adapter)", "pass"),
         Mutant("loses the new state's adapters", kv, "put_back", "kv._adapters.update(empty)", "pass"),
-        Mutant("keeps the blocks that it took out", kv, "take_out", "state.close()", "pass"),
+        Mutant("keeps the blocks that it took out", kv.SessionKV, "close", "state.close()", "pass"),
         Mutant("takes out half a chunk", kv, "_uncommitted", "return", "return 0 and"),
         Mutant("does not look whether there is room", kv, "_refuse_full", "if wanted > free:", "if False:"),
         Mutant("does not look for a place", kv, "_refuse_full", "places < 1", "False"),

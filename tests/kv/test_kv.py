@@ -16,7 +16,7 @@ from engine import (
 )
 from rollout import Rollout
 from torch.utils._python_dispatch import TorchDispatchMode
-from travel_kv import WAYS, packed
+from travel_kv import WAYS, packed, take_out
 
 from vllm_omni_session_state.omni import kv
 from vllm_omni_session_state.pack import pack
@@ -33,7 +33,7 @@ def test_a_session_that_was_out_is_as_if_it_had_never_been(shape, way, frames):
     pool = make_pool(shape)
     rollout = Rollout(pool, shape, frames=frames)
     for _ in range(3):
-        tree = way(kv.take_out(rollout.state))
+        tree = way(take_out(rollout.state))
         all_free(pool)
         disturb(pool)
         kv.put_back(rollout.state, tree)
@@ -54,7 +54,7 @@ def disturb(pool):
 def test_a_state_made_anew_takes_it_too():
     pool = make_pool(LIKE_LINGBOT)
     rollout = Rollout(pool, LIKE_LINGBOT, frames=LONG_PAST_THE_WINDOW)
-    tree = kv.take_out(rollout.state)
+    tree = take_out(rollout.state)
     rollout.state = new_state(pool, "a")
     kv.put_back(rollout.state, tree)
     rollout.run(3)
@@ -73,7 +73,7 @@ def test_sessions_that_take_turns_in_a_pool_for_one_are_each_as_if_alone():
             else:
                 rollouts[name] = Rollout(pool, shape, name, frames=1)
             rollouts[name].check()
-            trees[name] = packed(kv.take_out(rollouts[name].state))
+            trees[name] = packed(take_out(rollouts[name].state))
             all_free(pool)
 
 
@@ -84,7 +84,7 @@ def test_the_branches_need_not_be_at_one_place():
     for seed in range(4):
         rollout.frames["negative"].append(frame(2, seed))
         write(rollout.state, "negative", rollout.frames["negative"][-1:])
-    kv.put_back(rollout.state, kv.take_out(rollout.state))
+    kv.put_back(rollout.state, take_out(rollout.state))
     rollout.check()
 
 
@@ -102,7 +102,7 @@ def test_many_blocks_leave_in_as_few_copies_as_the_layers_have_keys_and_values()
     for rollout in (few, many):
         calls = {}
         with Counting():
-            tree = kv.take_out(rollout.state)
+            tree = take_out(rollout.state)
         assert calls["index_select"] == 2 * shape.layers
         assert not calls.keys() & {"index", "copy_", "clone", "cat"}
         assert len(pack([tree["keys"], tree["values"]], take=lambda _: True).storages) == 2 * shape.layers
@@ -124,7 +124,7 @@ def test_cross_attention_tensors_are_handed_over_and_aliases_stay_aliases():
         keys = by_branch["positive"][0]
         keys[0] = keys[0].clone()
     held = list(keys)
-    tree = kv.take_out(rollout.state)
+    tree = take_out(rollout.state)
     assert all(a is b for a, b in zip(tree["cross"]["text"]["positive"][0], held, strict=True)), "a copy"
     kv.put_back(rollout.state, packed(tree))
     rollout.check()
@@ -168,7 +168,7 @@ def test_staged_history_is_never_taken_for_a_restored_sessions(monkeypatch):
     assert not look(rollout.state, "positive").reuse_history
     assert look(rollout.state, "positive").reuse_history, "the engine reuses what it staged"
     blocks = pool.block_table(rollout.state.adapters["positive"])
-    tree = kv.take_out(rollout.state)
+    tree = take_out(rollout.state)
     while True:  # into the very blocks: all that the engine compares is equal but for the adapter
         kv.put_back(rollout.state, tree)
         if pool.block_table(rollout.state.adapters["positive"]) == blocks:
@@ -184,7 +184,7 @@ def test_a_context_that_commits_nothing_keeps_no_session_from_being_taken_out():
     rollout = Rollout(pool, LIKE_DREAMZERO, frames=2)
     look(rollout.state, "positive")
     assert rollout.state._paged_pending["positive"] is not None
-    kv.put_back(rollout.state, kv.take_out(rollout.state))
+    kv.put_back(rollout.state, take_out(rollout.state))
     assert rollout.state._paged_pending == {"positive": None, "negative": None}
     rollout.run(2)
     rollout.check()

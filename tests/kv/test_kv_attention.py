@@ -18,7 +18,7 @@ from engine import (
     make_pool,
     new_state,
 )
-from travel_kv import WAYS, packed
+from travel_kv import WAYS, packed, take_out
 
 from vllm_omni_session_state.omni import kv
 
@@ -72,7 +72,7 @@ def test_attention_is_bit_equal_although_the_kv_was_out(shape, way, often):
     def leave(state, *, at_the_end):
         if not (often or at_the_end):
             return state
-        tree = way(kv.take_out(state))
+        tree = way(take_out(state))
         all_free(pool)
         moved = new_state(pool, "other")  # so that the blocks are others than they were
         forward(moved, shape.branches[0], 1, commit=True)
@@ -94,7 +94,7 @@ def test_the_outputs_tell_the_sink_from_the_window():
 
     def swap(state, *, at_the_end):
         if at_the_end:
-            tree = packed(kv.take_out(state))
+            tree = packed(take_out(state))
             keys = tree["keys"][0]
             if len(keys) > 2:
                 keys[0] = keys[-1]

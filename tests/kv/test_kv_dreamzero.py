@@ -5,7 +5,7 @@ import pytest
 from engine import all_free, nbytes
 from omni_tiny.inproc import TinyDreamZero
 from profiles import LONG
-from travel_kv import by_reference, packed, written
+from travel_kv import by_reference, packed, take_out, written
 
 from vllm_omni_session_state.omni import kv
 from vllm_omni_session_state.paged import PagedKV
@@ -55,7 +55,7 @@ def differing(model, alone, *, way, anew, spoil=lambda tree: tree):
             state = closed[session] = runner._sessions.pop(session)
             counted = PagedKV(kv.SessionKV(state)).nbytes
             assert counted == nbytes(state) > 0
-            trees[session] = way(kv.take_out(state))
+            trees[session] = way(take_out(state))
             all_free(pool)
     for session in SESSIONS:
         model.close(session)

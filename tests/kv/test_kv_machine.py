@@ -21,7 +21,7 @@ from engine import (
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from profiles import sized
-from travel_kv import WAYS
+from travel_kv import WAYS, take_out
 
 from vllm_omni_session_state.errors import MidChunkError, PoolFullError
 from vllm_omni_session_state.omni import kv
@@ -177,14 +177,14 @@ class KVMachine(RuleBasedStateMachine):
         if any(model.writing.values()):
             assert self.handles[name].staged == (tuple(b for b, n in model.writing.items() if n),)
             with pytest.raises(MidChunkError):
-                kv.take_out(state)
+                take_out(state)
             return
         assert self.handles[name].staged is None
         if break_at is not None and model.blocks():
             with broken(self.kv, *break_at), pytest.raises(OSError, match="on purpose"):
-                kv.take_out(state)
+                take_out(state)
             return
-        model.tree = way(kv.take_out(state))
+        model.tree = way(take_out(state))
         del self.states[name]
 
     def restore(self, name, anew, break_at):

@@ -17,7 +17,7 @@ from engine import (
     write,
 )
 from rollout import Rollout
-from travel_kv import packed
+from travel_kv import packed, take_out
 
 from vllm_omni_session_state.errors import KVOccupiedError, MidChunkError, PoolFullError, SeamMismatchError
 from vllm_omni_session_state.omni import kv, kv_tree
@@ -36,7 +36,7 @@ def test_in_the_middle_of_a_chunk_nothing_is_taken_out(shape):
     write(rollout.state, branch, new, commit=False)
     handle, before = rollout.handle, free(pool)
     assert handle.staged == ((branch,),)
-    for attempt in (kv.take_out, kv.gather, lambda _: handle.export_payload()):
+    for attempt in (kv.gather, lambda _: handle.export_payload()):
         with pytest.raises(MidChunkError, match=f"branch '{branch}' has {TOKENS} tokens") as raised:
             attempt(rollout.state)
         assert raised.value.tokens == TOKENS
@@ -46,7 +46,7 @@ def test_in_the_middle_of_a_chunk_nothing_is_taken_out(shape):
     rollout.state.commit_paged_context(branch)
     rollout.frames[branch] += new
     assert handle.staged is None
-    kv.put_back(rollout.state, kv.take_out(rollout.state))
+    kv.put_back(rollout.state, take_out(rollout.state))
     rollout.check()
 
 
@@ -54,7 +54,7 @@ def test_too_few_blocks_leave_the_pool_as_it_was():
     shape = Shape(window=4, sessions=1)
     pool = make_pool(shape)
     rollout = Rollout(pool, shape, frames=4)
-    tree = kv.take_out(rollout.state)
+    tree = take_out(rollout.state)
     other = Rollout(pool, shape, "other")
     other.run(3)
     before, adapters = free(pool), dict(pool._adapters)
@@ -74,7 +74,7 @@ def test_too_few_blocks_leave_the_pool_as_it_was():
 
 def test_no_place_for_cross_attention_takes_no_block():
     pool = make_pool(LIKE_LINGBOT)
-    tree = kv.take_out(Rollout(pool, LIKE_LINGBOT, frames=1).state)
+    tree = take_out(Rollout(pool, LIKE_LINGBOT, frames=1).state)
     for name in ("b", "c", "d"):
         Rollout(pool, LIKE_LINGBOT, name).encode("text")
     before, state = free(pool), new_state(pool, "a")
@@ -91,7 +91,7 @@ def test_no_place_among_the_runners_sessions_is_no_room_although_there_are_block
     pool = make_pool(LIKE_LINGBOT)
     sessions = {name: Rollout(pool, LIKE_LINGBOT, name).state for name in "bcd"}
     handle = kv.SessionKV(Rollout(pool, LIKE_LINGBOT).state, sessions)
-    tree = kv.take_out(handle.state)
+    tree = take_out(handle.state)
     assert tree["cross"] is None
     with pytest.raises(PoolFullError, match="0 places for a session free and 1 are wanted"):
         handle.put_back(tree)
@@ -105,7 +105,7 @@ def test_no_place_among_the_runners_sessions_is_no_room_although_there_are_block
 def test_a_session_that_the_engine_holds_is_not_written_over():
     pool = make_pool(LIKE_DREAMZERO)
     rollout = Rollout(pool, LIKE_DREAMZERO, frames=2)
-    gone, tree = rollout.state, kv.take_out(rollout.state)
+    gone, tree = rollout.state, take_out(rollout.state)
     twin = Rollout(pool, LIKE_DREAMZERO)  # a step came, and the runner began the session anew
 
     def refused(state, why):
@@ -154,7 +154,7 @@ def test_a_fault_at_any_layer_changes_nothing_on_the_way_out(shape, part, monkey
         with monkeypatch.context() as patch:
             break_at(patch, pool, part, layer, after=part == "key_cache" and layer == 0)
             with pytest.raises(OSError, match="on purpose"):
-                kv.take_out(rollout.state)
+                take_out(rollout.state)
         assert free(pool) == before
         rollout.check()
     rollout.run(1)
@@ -167,7 +167,7 @@ def test_a_fault_at_any_layer_changes_nothing_on_the_way_out(shape, part, monkey
 def test_a_fault_at_any_layer_leaves_every_block_free_on_the_way_back(shape, part, anew, monkeypatch):
     pool = make_pool(shape)
     rollout = Rollout(pool, shape, frames=LONG_PAST_THE_WINDOW)
-    tree = kv.take_out(rollout.state)
+    tree = take_out(rollout.state)
     if anew:
         rollout.state = new_state(pool, "a")
     adapters, registered = dict(rollout.state.adapters), dict(pool._adapters)
@@ -203,7 +203,7 @@ def break_at(patch, pool, part, layer, *, after):
 def test_a_fault_between_two_branches_gives_the_first_ones_blocks_back(monkeypatch):
     pool = make_pool(LIKE_DREAMZERO)
     rollout = Rollout(pool, LIKE_DREAMZERO, frames=3)
-    tree = kv.take_out(rollout.state)
+    tree = take_out(rollout.state)
     allocate = pool.allocate_token_slots
 
     def fails_for_the_second(adapter, tokens):
@@ -229,7 +229,7 @@ def test_a_table_with_a_gap_is_refused(monkeypatch):
     rollout.run(FRAMES_PER_BLOCK)
     assert pool.null_block_id in pool.block_table(rollout.state.adapters["positive"])
     with pytest.raises(SeamMismatchError, match="no null block"):
-        kv.take_out(rollout.state)
+        take_out(rollout.state)
     assert not rollout.state._closed
 
 
@@ -240,7 +240,7 @@ def test_a_table_that_is_short_is_refused_before_it_leaves():
     before = free(pool)
     rollout.state.adapters["main"]._completed_chunks += 1
     with pytest.raises(SeamMismatchError, match=f"blocks for the {4 * TOKENS} tokens"):
-        kv.take_out(rollout.state)
+        take_out(rollout.state)
     assert free(pool) == before
     rollout.state.adapters["main"]._completed_chunks -= 1
     rollout.check()

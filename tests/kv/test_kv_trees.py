@@ -3,7 +3,7 @@
 import pytest
 from engine import LIKE_LINGBOT, TOKENS, Shape, all_free, make_pool, new_state
 from rollout import Rollout
-from travel_kv import packed
+from travel_kv import packed, take_out
 
 from vllm_omni_session_state.errors import BadPayloadError
 from vllm_omni_session_state.omni import kv
@@ -58,7 +58,7 @@ def _damages():
 def test_what_is_no_such_tree_is_refused_before_anything_happens(damage):
     pool = make_pool(LIKE_LINGBOT)
     rollout = Rollout(pool, LIKE_LINGBOT, frames=LONG_PAST_THE_WINDOW)
-    tree = packed(kv.take_out(rollout.state))
+    tree = packed(take_out(rollout.state))
     damage[1](tree)
     with pytest.raises(BadPayloadError):
         rollout.handle.import_payload(tree)
@@ -68,6 +68,6 @@ def test_what_is_no_such_tree_is_refused_before_anything_happens(damage):
 
 def test_a_tree_of_another_engine_is_refused():
     pool, other = make_pool(LIKE_LINGBOT), make_pool(Shape(branches=("main",), layers=2, window=3, sink=2))
-    tree = kv.take_out(Rollout(other, Shape(branches=("main",), window=3, sink=2), frames=5).state)
+    tree = take_out(Rollout(other, Shape(branches=("main",), window=3, sink=2), frames=5).state)
     with pytest.raises(BadPayloadError, match="3 layers"):
         kv.put_back(new_state(pool, "a"), tree)

@@ -45,7 +45,7 @@ CAUGHT_BY = {
     "puts cross-attention under one name": round_trip,
     "keeps blocks after a fault": fault_on_the_way_back,
     "loses the new state's adapters": fault_on_the_way_back,
-    "keeps the blocks that it took out": round_trip,
+    "keeps the blocks that it took out": books.test_a_whole_session_leaves_and_comes_back_with_its_kv,
     "takes out half a chunk": middle_of_a_chunk,
     "does not look whether there is room": refusals.test_too_few_blocks_leave_the_pool_as_it_was,
     "does not look for a place": refusals.test_no_place_for_cross_attention_takes_no_block,

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from vllm_omni_session_state import rebuild, skeleton
+from vllm_omni_session_state.omni import kv
 from vllm_omni_session_state.pack import pack, unpack
+
+
+def take_out(state: Any) -> Any:
+    """One session's KV, out of the engine, whose blocks of that session are all free afterwards."""
+    tree = kv.gather(state)
+    state.close()
+    return tree
 
 
 def by_reference(tree: Any) -> Any:

@@ -51,8 +51,8 @@ def join(session: SessionState, state: Any, sessions: MutableMapping[str, Any] |
     return session.put(NAME, PagedKV(SessionKV(state, sessions)))
 
 
-def take_out(state: Any) -> dict[str, Any]:
-    """Take one session's KV out of the engine, whose blocks of that session are all free afterwards.
+def gather(state: Any) -> dict[str, Any]:
+    """A copy of one session's KV; the engine goes on with it until its state is closed.
 
     Args:
         state: The engine's ``ARDiffusionKVState``, open.
@@ -62,17 +62,6 @@ def take_out(state: Any) -> dict[str, Any]:
 
     Raises:
         MidChunkError: In the middle of a chunk; like any other error, it has changed nothing.
-    """
-    tree = gather(state)
-    state.close()
-    return tree
-
-
-def gather(state: Any) -> dict[str, Any]:
-    """The same tree without taking it out: the engine goes on with the session.
-
-    Raises:
-        MidChunkError: In the middle of a chunk.
     """
     kv, branches, blocks = state.kv_cache, {}, []
     for name, adapter in state.adapters.items():
@@ -94,7 +83,7 @@ def gather(state: Any) -> dict[str, Any]:
 
 
 def put_back(state: Any, tree: Any) -> None:
-    """Give the engine back what ``take_out()`` took, bit for bit, in blocks that are this session's alone.
+    """Give the engine back what ``gather()`` copied, bit for bit, in blocks that are this session's alone.
 
     Args:
         state: The engine's ``ARDiffusionKVState`` of that session: the closed one, or a new, empty one.
