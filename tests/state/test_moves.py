@@ -90,6 +90,8 @@ def test_a_session_whose_step_is_near_is_read_ahead_and_counted(disk):
     manager = manager_of(disk)
     begin(manager, *"ab")
     assert manager.begin_restore("a")
+    for future in disk.ahead._coming.values():
+        future.result()
     assert not manager.begin_restore("nobody")
     all_hold(manager, *"ab")
     stats = manager.stats()

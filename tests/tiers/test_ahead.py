@@ -39,6 +39,12 @@ def put(tier, *numbers):
     return [tier.put(document(n), storages(100 * n, 7, seed=n), session=SESSION) for n in numbers]
 
 
+def all_read(tier):
+    """Wait until what was begun has been read: who comes before its turn reads it itself."""
+    for future in list(tier.ahead._coming.values()):
+        future.result()
+
+
 def is_back(tier, ticket, number):
     return same(tier.get(ticket), storages(100 * number, 7, seed=number), number)
 
@@ -48,6 +54,7 @@ def test_what_was_read_ahead_is_what_was_put_and_is_handed_out_once(tier):
     (ticket,) = put(tier, 1)
     assert tier.begin(ticket)
     assert tier.begin(ticket), "it has begun already"
+    all_read(tier)
     assert is_back(tier, ticket, 1)
     assert len(reads.threads) == tier.ahead.taken == 1
     assert reads.threads[0] is not threading.current_thread()
@@ -86,6 +93,7 @@ def test_few_are_held_and_the_oldest_is_forgotten(tier):
         assert tier.begin(ticket)
         assert tier.ahead.nbytes <= sum(sorted(each.nbytes for each in tickets)[-MOST:])
     assert tier.ahead.nbytes == sum(ticket.nbytes for ticket in tickets[-MOST:])
+    all_read(tier)
     for number, ticket in enumerate(tickets, start=1):
         assert is_back(tier, ticket, number)
     assert tier.ahead.taken == MOST
