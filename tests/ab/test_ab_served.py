@@ -125,6 +125,9 @@ def test_a_run_that_is_killed_is_named_with_its_log_and_the_others_results_are_k
     assert len(found["runs"]["off"]["steps"]) == len(list(off.glob("*.safetensors"))) == 40
     assert found["compared"] == came
     assert f"As far as both came, all {came} outputs of {came} steps are equal." in said
+    until = time.monotonic() + 20
+    while living_in(child) and time.monotonic() < until:
+        time.sleep(0.1)  # killed, and not gone yet
     assert living_in(child) == []
 
 
