@@ -89,6 +89,7 @@ def test_dreamzero_is_equal_and_its_sessions_are_counted(dreamzero_checkpoint, t
     assert all(step["peak_bytes"] > 0 for step in steps if step["does"] not in ("reset", "close"))
 
 
+@pytest.mark.skipif(not LONG, reason="two served runs, as by the demo: part of the long run")
 def test_cosmos3_is_equal_and_nothing_is_left_after_a_request(cosmos3, tmp_path):
     status, said, found = result_of(start(tmp_path, cosmos3, "Cosmos3"), tmp_path)
     assert status == EQUAL, said
@@ -100,6 +101,7 @@ def test_cosmos3_is_equal_and_nothing_is_left_after_a_request(cosmos3, tmp_path)
     }
 
 
+@pytest.mark.skipif(not LONG, reason="two served runs: part of the long run")
 def test_a_run_that_is_killed_is_named_with_its_log_and_the_others_results_are_kept(cosmos3, tmp_path):
     process = start(tmp_path, cosmos3, "Cosmos3", "--steps", "40", "--sessions", "1")
     off, on = tmp_path / "ab" / "off", tmp_path / "ab" / "on"

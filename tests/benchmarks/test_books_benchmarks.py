@@ -55,6 +55,7 @@ def test_accounting_shows_every_figure_with_what_is_wanted_of_it():
     assert last["counts"] == {"sessions": 64, "values": 30, "rounds": 2, "steps": 8}
 
 
+@pytest.mark.skipif(not LONG, reason="faults of the in-tree manager: part of the long run")
 def test_every_in_tree_fault_stands_beside_ours():
     printed = run("benchmarks.in_tree_faults")
     last = json.loads(printed.splitlines()[-1])

@@ -56,6 +56,7 @@ def test_the_last_line_counts_the_outputs_and_those_that_are_wrong_with_the_plug
     assert "5 live sessions, room for 3: 3 steps each" in printed
 
 
+@pytest.mark.skipif(not LONG, reason="a benchmark from end to end: part of the long run")
 def test_wrong_outputs_are_counted_and_are_the_exit_status():
     """Of sessions whose KV comes back with another sign."""
     _, last = run("-c", SPOILED, status=1)

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from omni_tiny.ways_to_end import left, left_in_the_end, some_id
+from profiles import LONG
 
 from vllm_omni_session_state.ids import hashed
 
@@ -43,7 +44,9 @@ def unbroken(server):
         return [robot.step().tobytes() for _ in range(4)]
 
 
-@pytest.mark.parametrize("lost", ["hang_up", "vanish", "wait_until_closed", "old connection still open"])
+@pytest.mark.parametrize(
+    "lost", ["hang_up", "vanish", "wait_until_closed", "old connection still open"] if LONG else ["vanish"]
+)
 def test_a_robot_that_names_its_id_goes_on_to_the_bit(server, lost):
     robot = server.robot(some_id(), seed=7)
     done = [robot.step().tobytes() for _ in range(2)]
@@ -76,13 +79,15 @@ def test_a_session_is_kept_for_its_time_and_then_ends(server):
 def test_a_robot_that_names_no_id_of_its_own_resumes_nobodys(server, name):
     kept = server.robot(some_id())
     kept.step()
+    begun = time.monotonic()
     kept.hang_up()
     for _ in range(2):
         before = misses(server)
         with server.robot(name) as robot:
             robot.step()
         assert misses(server) == before + 1
-    assert kept.session in listed(server)
+    there = kept.session in listed(server)
+    assert there or time.monotonic() - begun > KEPT_S, "it was to be kept for so long"
 
 
 def test_a_robot_that_asks_for_a_fresh_start_gets_one(server):

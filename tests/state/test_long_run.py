@@ -174,14 +174,17 @@ class Life:
 
 
 def reachable(manager):
-    """How many objects a manager leads to; code and types are the program's, not its."""
+    """How many objects a manager leads to; code and types are the program's, not its.
+
+    Numbers are not counted: which of them are one object is Python's affair, as of those up to 256.
+    """
     stack, seen = [manager], {}
     while stack:
         value = stack.pop()
         if id(value) not in seen and not isinstance(value, type | types.ModuleType | types.FunctionType):
             seen[id(value)] = value
             stack += gc.get_referents(value)
-    return len(seen)
+    return sum(not isinstance(value, int | float) for value in seen.values())
 
 
 def resident():
