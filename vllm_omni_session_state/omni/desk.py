@@ -13,7 +13,7 @@ from vllm_omni_session_state.omni import merged
 from vllm_omni_session_state.omni.figures import Figures
 from vllm_omni_session_state.omni.workers import Asked, Workers
 
-ACTS = {"close": "close", "reset": "reset", "park": "parked", "restore": "restored"}
+ACTS = {"close": "found", "reset": "found", "park": "parked", "restore": "restored"}
 """By what can be done to a session the key under which a rank says that it is done so."""
 
 DONE = {"close": "closed", "reset": "reset", "park": "parked", "restore": "restored"}
@@ -86,8 +86,7 @@ class Desk:
             raise RefusedError(
                 409, IN_USE, "the session is in use; nothing has changed. Ask again between two requests"
             )
-        done = "found" if how in ("close", "reset") else ACTS[how]
-        if not all(rank[done][0] for _, rank in there):
+        if not all(rank[ACTS[how]][0] for _, rank in there):
             raise RefusedError(409, REFUSED, f"the session is not {DONE[how]}: the budgets have no room")
         return {
             "session": there[0][1]["shown"][0],
