@@ -1,5 +1,8 @@
 """`ab` on the real host and the tiny checkpoints: equal as it is, and a mistake or a death is named.
 
+Every mutant of the adapters has its place here: named with session, step and tensor; or said; or, where it
+changes nothing that one run can see of the other, with the reason.
+
 Starting up is nearly all of it. In the short run the worker is vLLM-Omni's one for one device, in the
 engine's own process. Mutants of the plugin are served in the long run only.
 """
@@ -8,28 +11,57 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from profiles import LONG
 
 from vllm_omni_session_state.ab.document import COULD_NOT_RUN, DIFFERENT, EQUAL
+from vllm_omni_session_state.ab.states import state_file
 
 pytestmark = pytest.mark.host
 
+ENDED = "of the session that ended"
 NAMED = {
-    "view_keyed_to_the_wrong_session": (1, 2, "actions"),
-    "ring_one_frame_short": (1, 6, "actions"),
-    "attribute_kept_on_the_view": (1, 2, "actions"),
+    "view_keyed_to_the_wrong_session": (1, 1, "state.stitched_buffer"),
+    "attribute_kept_on_the_view": (1, 1, "state.call_count"),
+    "ring_one_frame_short": (1, 5, "state.vae_encoder_out"),
+    "ring_one_frame_long_that_aliases": (1, 9, "state.vae_encoder_out"),
+    "drop_that_forgets": (2, 3, "state.call_count"),
+    "reset_that_skips_an_attribute": (2, 3, f"state.prompt_embeds {ENDED}"),
 }
 """Mutant of DreamZero's adapter -> session, step and tensor of the first difference."""
 
-REFUSED = {"drop_that_forgets": "session 3, step 7 (wave (reset))"}
-"""Mutant with which the host fails: the step that is named."""
+OUTPUTS = {
+    "view_keyed_to_the_wrong_session": (1, 2, "actions"),
+    "attribute_kept_on_the_view": (1, 2, "actions"),
+    "ring_one_frame_short": (1, 6, "actions"),
+}
+"""The same of the first difference of an output; the others change none."""
+
+REFUSED = {"drop_that_forgets": "session 2, step 4 (open the drawer)"}
+"""Mutant with which the host fails in the end: the step that is named, too."""
+
+EQUAL_ALL_THE_SAME = {
+    "mutants:buffer_setter_shares_the_callers_list": "the model's own path shares it, too",
+    "mutants_cosmos3:alias_left_on_the_transformer": "the model's own path leaves it there, too",
+}
+"""Mutants that only do what the first run does: there is nothing by which one run differs from the other."""
+
+NOT_SERVED = {
+    "decode_of_what_is_in_memory_alone": "shows after 64 chunks, with video_latents=spill",
+    "assigned_list_in_a_new_buffer": "shows after 64 chunks, with video_latents=spill",
+    "one_state_for_one_id": "takes two requests under one id at once; here one follows the other",
+    "capture_layer_by_layer": "takes a request that fails midway; here none does",
+}
+"""Mutants that take more than is sent here, and what; the tests of the adapters catch them."""
 
 TESTS = Path(__file__).parents[1]
 EXECUTOR = "mp" if LONG else "uni"
@@ -51,15 +83,26 @@ def deploy(path, checkpoint, model, executor):
     return write_cosmos3_deploy(path, executor=executor)
 
 
-def start(folder, checkpoint, model, *arguments, executor=EXECUTOR, **environ):
-    """Start the command as a user does."""
-    file = deploy(folder / "deploy.yaml", checkpoint, model, executor)
+def start(folder, checkpoint, model, *arguments, stage=None, **environ):
+    """Start the command as a user does, with more in the deploy YAML's one stage."""
+    file = deploy(folder / "deploy.yaml", checkpoint, model, EXECUTOR)
+    if stage is not None:
+        written = yaml.safe_load(file.read_text())
+        written["stages"][0] |= stage
+        file.write_text(yaml.safe_dump(written))
     command = [sys.executable, "-m", "vllm_omni_session_state.cli", "ab", "--deploy-config", str(file)]
     command += ["--model", str(checkpoint), "--out", str(folder / "ab"), *arguments]
     paths = [str(TESTS / "dreamzero"), str(TESTS / "cosmos3"), *(part for part in sys.path if part)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100", **environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, **pipes)
+
+
+def mutated(mutant):
+    """The environment of a served run with a mistake, ``module:name``."""
+    from omni_tiny.mutant import VARIABLE
+
+    return {VARIABLE: mutant}
 
 
 def result_of(process, folder):
@@ -76,8 +119,11 @@ def test_dreamzero_is_equal_and_its_sessions_are_counted(dreamzero_checkpoint, t
     line = "session state manager (experimental) is on for DreamZeroPipeline"
     logs = [(tmp_path / "ab" / f"{word}.log").read_text() for word in ("off", "on")]
     assert [log.count(line) for log in logs] == [0, 1], "only the second run is managed"
-    assert "EQUAL: all 74 outputs of 38 steps are equal to the last bit" in said
-    assert found["left"] == []
+    assert re.search(
+        r"EQUAL: all 74 outputs of 38 steps and 1,\d\d\d values of session state are equal", said
+    )
+    assert "WARNING of the plugin" not in said
+    assert found["left"] == found["state_unread"] == found["runs"]["on"]["warnings"] == []
     steps = found["runs"]["on"]["steps"]
     assert all(step["sessions"] is None and step["seconds"] > 0 for step in found["runs"]["off"]["steps"])
     counted = [set(step["sessions"]) for step in steps]
@@ -85,8 +131,26 @@ def test_dreamzero_is_equal_and_its_sessions_are_counted(dreamzero_checkpoint, t
     closed = next(number for number, step in enumerate(steps) if step["does"] == "close")
     assert counted[closed] == {"session 1", "session 3"}
     assert counted[-1] == {"session 1", "session 2"}, "the last step closes its session"
+    for word in ("off", "on"):
+        begins = values(tmp_path / "ab" / word, steps, session=1, name="current_start_frame")
+        assert any(later < earlier for earlier, later in pairwise(begins)), "its attention window was full"
+        ring = values(tmp_path / "ab" / word, steps, session=1, name="vae_encoder_out")
+        assert ring.count(2) > 5, "and it had more frames than are kept"
     assert all(sum(held.values()) > 100_000 for step in steps for held in step["sessions"].values())
     assert all(step["peak_bytes"] > 0 for step in steps if step["does"] not in ("reset", "close"))
+
+
+def values(folder, steps, *, session, name):
+    """A value of a session over its steps before its call for a reset: an int, or frames."""
+    found = []
+    for number, step in enumerate(steps):
+        if step["session"] == session and step["does"] == "reset":
+            break
+        if step["session"] == session:
+            (rank,) = json.loads(state_file(folder, number).read_text())
+            what = rank["values"][name][0]
+            found.append(int(what.removeprefix("int ") if what.startswith("int") else what.split(", ")[2]))
+    return found
 
 
 @pytest.mark.skipif(not LONG, reason="two served runs, as by the demo: part of the long run")
@@ -149,34 +213,74 @@ def children_of(pid):
     return {int(word) for word in found.stdout.split()}
 
 
+def test_every_mutant_has_its_place():
+    sys.path += [str(TESTS / "dreamzero"), str(TESTS / "cosmos3")]
+    import mutants
+    import mutants_cosmos3
+
+    placed = {*NAMED, "hook_that_attaches_twice", *NOT_SERVED, *(m.split(":")[1] for m in EQUAL_ALL_THE_SAME)}
+    assert placed == {mutant.__name__ for mutant in (*mutants.MUTANTS, *mutants_cosmos3.MUTANTS)}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not LONG, reason="two served runs each: SESSION_STATE_LONG=1")
-@pytest.mark.parametrize("mutant", [*NAMED, *REFUSED])
+@pytest.mark.parametrize("mutant", NAMED)
 def test_a_mutant_is_named(dreamzero_checkpoint, tmp_path, mutant):
-    from omni_tiny.mutant import VARIABLE
-
-    process = start(tmp_path, dreamzero_checkpoint, "DreamZero", **{VARIABLE: f"mutants:{mutant}"})
+    process = start(tmp_path, dreamzero_checkpoint, "DreamZero", **mutated(f"mutants:{mutant}"))
     status, said, found = result_of(process, tmp_path)
+    assert status == (COULD_NOT_RUN if mutant in REFUSED else DIFFERENT), said
+    places = [(each["session"], each["step"], each["tensor"]) for each in found["differences"]]
+    assert places[0] == NAMED[mutant]
+    assert next((place for place in places if not place[2].startswith("state.")), None) == OUTPUTS.get(mutant)
+    for session, step, tensor in filter(None, (NAMED[mutant], OUTPUTS.get(mutant))):
+        assert re.search(rf"  session {session}, step {step} \(.*\), tensor {tensor}: ", said)
     if mutant in REFUSED:
-        assert status == COULD_NOT_RUN
         assert f"the process with the flag on failed: RuntimeError: {REFUSED[mutant]}" in said
-        return
-    assert status == DIFFERENT, said
-    first = found["first_difference"]
-    assert (first["session"], first["step"], first["tensor"]) == NAMED[mutant]
-    session, step, tensor = NAMED[mutant]
-    assert f"  session {session}, step {step} (" in said
-    assert f"tensor {tensor}: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two served runs: SESSION_STATE_LONG=1")
+def test_a_hook_that_attaches_twice_is_said(dreamzero_checkpoint, tmp_path):
+    environ = mutated("mutants:hook_that_attaches_twice")
+    status, said, found = result_of(start(tmp_path, dreamzero_checkpoint, "DreamZero", **environ), tmp_path)
+    assert status == EQUAL, "the second manager has all sessions"
+    (warning,) = found["runs"]["on"]["warnings"]
+    assert warning["text"] == "the model was loaded again: 0 sessions of the earlier load are dropped"
+    assert f"WARNING of the plugin with the flag on, heard after 0 steps: {warning['text']}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two served runs each: SESSION_STATE_LONG=1")
+@pytest.mark.parametrize("mutant", EQUAL_ALL_THE_SAME)
+def test_a_mutant_that_does_as_the_models_own_path_is_equal(dreamzero_checkpoint, cosmos3, tmp_path, mutant):
+    model = "Cosmos3" if "cosmos3" in mutant else "DreamZero"
+    checkpoint = cosmos3 if model == "Cosmos3" else dreamzero_checkpoint
+    status, said, found = result_of(start(tmp_path, checkpoint, model, **mutated(mutant)), tmp_path)
+    assert status == EQUAL, said
+    assert found["runs"]["on"]["warnings"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LONG, reason="two served runs: SESSION_STATE_LONG=1")
 def test_a_mutant_that_frees_nothing_is_said_as_left_behind(cosmos3, tmp_path):
-    from omni_tiny.mutant import VARIABLE
-
-    process = start(tmp_path, cosmos3, "Cosmos3", **{VARIABLE: "mutants_cosmos3:drop_that_forgets"})
+    process = start(tmp_path, cosmos3, "Cosmos3", **mutated("mutants_cosmos3:drop_that_forgets"))
     status, said, found = result_of(process, tmp_path)
     assert status == EQUAL, "outputs are as they were"
     left = "with the flag on, an ended session was still there after 12 of 12 steps, first session 1, step 1"
     assert f"LEFT BEHIND: {left}" in said
     assert len(found["left"]) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two served runs: SESSION_STATE_LONG=1")
+def test_with_an_extension_of_the_stages_own_outputs_are_compared_and_that_is_said(cosmos3, tmp_path):
+    (tmp_path / "mine.py").write_text("class Extension:\n    def mine(self):\n        return 1\n")
+    stage = {"worker_extension_cls": "mine.Extension"}
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(part for part in sys.path if part)])}
+    process = start(tmp_path, cosmos3, "Cosmos3", "--steps", "2", stage=stage, **paths)
+    status, said, found = result_of(process, tmp_path)
+    assert status == EQUAL, said
+    assert found["state_values"] == 0
+    assert found["about"]["session_state"] == (
+        "not compared: the stage has a worker_extension_cls of its own"
+    )

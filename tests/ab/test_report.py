@@ -15,7 +15,7 @@ from profiles import sized
 from vllm_omni_session_state.ab.document import COULD_NOT_RUN, DIFFERENT, EQUAL, Run, Step
 from vllm_omni_session_state.ab.page import STYLE, page
 from vllm_omni_session_state.ab.plots import COLOURS, Line, bytes_plot, bytes_text, seconds_plot, seconds_text
-from vllm_omni_session_state.ab.run import left_behind, verdict
+from vllm_omni_session_state.ab.run import verdict
 
 VOID = {"meta", "br", "line", "polyline", "circle"}
 FETCHES = re.compile(
@@ -155,13 +155,13 @@ def test_what_is_left_of_an_ended_session_is_said_and_the_verdict_is_of_outputs(
     assert {ask.do for ask in ends} == {"step", "close"}
     assert result.left == tuple(ends), "these runs list both sessions after every step"
     assert result.status == EQUAL
-    assert f"first session {ends[0].session}, step {ends[0].step} (close)" in left_behind(result)
+    assert f"first session {ends[0].session}, step {ends[0].step} (close)" in "".join(result.remarks())
     assert "an ended session was still there after" in " ".join(Read(page(result)).texts)
     assert len(result.as_json()["left"]) == len(ends)
     for ask in ends:
         del result.on.steps[ask.number].sessions[f"session {ask.session}"]
     assert result.left == ()
-    assert left_behind(result) == ""
+    assert list(result.remarks()) == []
     assert "still there" not in page(result)
 
 

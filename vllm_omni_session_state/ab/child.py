@@ -1,8 +1,10 @@
 """One served run: a deployment in this process, as its user serves it, and every ask sent to it.
 
-It writes each answer to a file as it comes and reports, beside ``end``: ``phase``, when one begins; ``model``
-and ``asks``, once both are known; ``done`` for each ask, with its ``seconds``, the worker's ``peak_bytes``
-as the host measured them, and ``sessions``, which the manager lists after it: bytes by device of each.
+It writes each answer to a file as it comes, and the session's state after it to another, and reports, beside
+``end``: ``phase``, when one begins; ``model`` and ``asks``, once both are known; ``unlooked``, why no state
+can be looked at; ``done`` for each ask, with its ``seconds``, the worker's ``peak_bytes`` as the host
+measured them, ``sessions``, which the manager lists after it: bytes by device of each, and ``said``, the
+plugin's WARNINGs.
 
 The only file of the package beside the layers below that imports the host.
 """
@@ -13,9 +15,9 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_omni_session_state.ab.asks import CHECKPOINTS, COSMOS3, DEFAULTS, DREAMZERO, Ask, Observations
 from vllm_omni_session_state.ab.clips import Clips
@@ -24,6 +26,7 @@ from vllm_omni_session_state.ab.outputs import save, tensors_of
 from vllm_omni_session_state.ab.recording import Recording, write_recording
 from vllm_omni_session_state.ab.reports import Report, reporting
 from vllm_omni_session_state.ab.robots import Robots
+from vllm_omni_session_state.ab.states import state_file, write_state
 from vllm_omni_session_state.config import ENV_FLAG
 from vllm_omni_session_state.ids import export_key, shown
 from vllm_omni_session_state.omni.survey import read_deploy_config
@@ -35,14 +38,31 @@ CLASSES = {"DreamZeroPipeline": DREAMZERO, "Cosmos3OmniDiffusersPipeline": COSMO
 """The host's pipeline class -> the model."""
 
 RPC_TIMEOUT_S = 120.0
+EXTENSION = "worker_extension_cls"
+"""The host's setting for a class that a stage's workers get, too."""
+LOOK = "vllm_omni_session_state.ab.look.LookingWorker"
 
 
 class RefusedError(ValueError):
     """It cannot be served as asked; the message says why, and is all that a user needs."""
 
 
-def served_in(path: str) -> tuple[str, int]:
-    """The model that a deploy YAML serves, and its stage.
+class Stage(NamedTuple):
+    """The stage of a deploy YAML that is looked at.
+
+    Attributes:
+        model: What it serves.
+        number: Its id.
+        extended: Whether its workers get a class of the user's own, and so none that looks at state.
+    """
+
+    model: str
+    number: int
+    extended: bool
+
+
+def served_in(path: str) -> Stage:
+    """The first stage of a deploy YAML that serves a model with an adapter.
 
     Raises:
         RefusedError: There is none that has an adapter.
@@ -51,10 +71,11 @@ def served_in(path: str) -> tuple[str, int]:
     written = read_deploy_config(path)
     found = []
     for stage in written["stages"]:
-        name = {**stage, **(stage.get("engine_args") or {})}.get("model_class_name")
+        says = {**stage, **(stage.get("engine_args") or {})}
+        name = says.get("model_class_name")
         found.append(name)
         if name in CLASSES:
-            return CLASSES[name], int(stage.get("stage_id", 0))
+            return Stage(CLASSES[name], int(stage.get("stage_id", 0)), bool(says.get(EXTENSION)))
     named = ", ".join(map(str, found)) or "none"
     raise RefusedError(
         f"{path} has no stage of a model whose session state this plugin knows: model_class_name is {named}, "
@@ -92,11 +113,13 @@ class Served:
         stage: The stage of the model.
     """
 
-    def __init__(self, checkpoint: str, deploy: str, *, stage: int) -> None:
+    def __init__(self, checkpoint: str, deploy: str, *, stage: Stage) -> None:
         from vllm_omni.entrypoints.omni import Omni  # noqa: PLC0415 - the host, and only here
 
-        self._stage = stage
-        self._omni = Omni(model=checkpoint, deploy_config=deploy)
+        self._stage = stage.number
+        self.looks = not stage.extended
+        more = {"stage_overrides": {str(stage.number): {EXTENSION: LOOK}}} if self.looks else {}
+        self._omni = Omni(model=checkpoint, deploy_config=deploy, **more)
 
     def close(self) -> None:
         """Stop its processes."""
@@ -130,6 +153,18 @@ class Served:
         if getattr(output, "error", None):
             raise RuntimeError(output.error)
         return output
+
+    def state(self, ask: Ask, *, everything: bool) -> list[Any]:
+        """The state of an ask's session as each rank sees it; see `look.LookingWorker`."""
+        answers = self.call("session_state_look", ask.session_id, everything)
+        return [rank for answer in answers for rank in answer["ranks"]]
+
+    def warned(self) -> list[str]:
+        """What the plugin said at WARNING in the workers since this was asked last; each thing once."""
+        if not self.looks:
+            return []
+        ranks = [rank for answer in self.call("session_state_warned") for rank in answer["ranks"]]
+        return list(dict.fromkeys(text for rank in ranks for text in rank["said"]))
 
     def sessions(self) -> dict[str, dict[str, int]]:
         """Bytes by device of each session, over all ranks; by the id that was sent, or as a listing shows it.
@@ -192,16 +227,19 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
     # First of all, and aloud: whatever stream is there when it is imported is where it logs to.
     from vllm_omni.entrypoints import omni as _  # noqa: F401, PLC0415 - the host
 
-    model, stage = served_in(asked.deploy_config)
-    sent = observations(model, asked)
+    stage = served_in(asked.deploy_config)
+    sent = observations(stage.model, asked)
     if asked.record is not None:
         write_recording(asked.record, sent)
     report(
-        model=model,
-        checkpoint=asked.model or CHECKPOINTS[model],
+        model=stage.model,
+        checkpoint=asked.model or CHECKPOINTS[stage.model],
         asks=[[ask.session, ask.do, dict(ask.words)] for ask in sent.asks],
     )
-    served = Served(asked.model or CHECKPOINTS[model], asked.deploy_config, stage=stage)
+    if stage.extended:
+        report(unlooked=f"the stage has a {EXTENSION} of its own")
+    served = Served(asked.model or CHECKPOINTS[stage.model], asked.deploy_config, stage=stage)
+    whole = set(_looked_at_whole(sent.asks))
     with contextlib.closing(served):
         if flag:
             _see_that_it_is_managed(served)
@@ -216,23 +254,39 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
                 raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
             seconds = time.monotonic() - begun
             save(file_of(asked.out, ask.number), tensors_of(output, pictures=_pictures(ask)))
+            if served.looks:
+                write_state(
+                    state_file(asked.out, ask.number), served.state(ask, everything=ask.number in whole)
+                )
             report(
                 done=ask.number + 1,
                 seconds=seconds,
                 peak_bytes=round(getattr(output, "peak_memory_mb", 0.0) * (1 << 20)),
                 sessions=served.sessions() if flag else None,
+                said=served.warned(),
             )
         report(phase=STOPPING)
+
+
+def _looked_at_whole(asks: Sequence[Ask]) -> Iterator[int]:
+    """Numbers of the asks after which all of a session is looked at: its next one ends it, or begins anew."""
+    following: dict[int, Ask] = {}
+    for ask in reversed(asks):
+        after = following.get(ask.session)
+        if after is None or after.ends or after.do != "step" or after.words.get("reset"):
+            yield ask.number
+        following[ask.session] = ask
 
 
 def _see_that_it_is_managed(served: Served) -> None:
     try:
         served.sessions()
     except RuntimeError as error:
-        raise RefusedError(
-            f"{ENV_FLAG}=1 did not turn the plugin on ({error}): `vllm-omni-session-state doctor`, "
-            "or a WARNING in the log, says why"
-        ) from error
+        why = (
+            "; ".join(served.warned())
+            or "`vllm-omni-session-state doctor`, or a WARNING in the log, says why"
+        )
+        raise RefusedError(f"{ENV_FLAG}=1 did not turn the plugin on ({error}): {why}") from error
 
 
 def main() -> None:

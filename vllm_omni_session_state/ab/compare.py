@@ -1,4 +1,4 @@
-"""Where the outputs of two runs differ, bit by bit: each run a folder with one file of tensors an ask.
+"""Where two runs differ, bit by bit: each run a folder with one file of outputs an ask, and one of state.
 
 Torch is imported where something differs, to say by how much. Not here: what the runs were.
 """
@@ -6,12 +6,17 @@ Torch is imported where something differs, to say by how much. Not here: what th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_omni_session_state.ab.asks import Ask
+from vllm_omni_session_state.ab.states import NOT_THERE, STATE, compare_state, state_file
 from vllm_omni_session_state.ab.tensors import NAMES, Kind, TensorFile
+
+PER_STEP = 3
+"""A session that is not there differs in all that it has: so many values of one step are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +39,13 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An output that is not the same in both runs.
+    """An output, or a value of session state, that is not the same in both runs.
 
     Attributes:
         ask: After which it came.
-        tensor: Its name.
+        tensor: Its name; that of a value of state begins with ``state.``.
         off: What it is with the flag off, ``"not there"`` where it is missing; ``on`` with the flag on.
-        numbers: How the two differ, where both are there and of one kind.
+        numbers: How the two differ, where both are outputs, and of one kind.
     """
 
     ask: Ask
@@ -48,6 +53,11 @@ class Difference:
     off: str
     on: str
     numbers: Numbers | None
+
+    @property
+    def of_state(self) -> bool:
+        """Whether it is a value of session state."""
+        return self.tensor.startswith(STATE)
 
     def __str__(self) -> str:
         place = f"session {self.ask.session}, step {self.ask.step} ({self.ask.label}), tensor {self.tensor}"
@@ -66,12 +76,33 @@ class Comparison:
     Attributes:
         outputs: Tensors that were compared, those that only one run has among them.
         nbytes: Bytes of those of the run with the flag off.
-        differences: In the order in which they came.
+        differences: In the order in which they came, an ask's outputs before its state.
+        values: Values of session state that were compared, those that only one run has among them.
+        values_different: Those that are not the same in both runs.
+        unread: Why state was not compared after some asks, in one line each.
     """
 
     outputs: int
     nbytes: int
     differences: tuple[Difference, ...]
+    values: int = 0
+    values_different: int = 0
+    unread: tuple[str, ...] = ()
+
+    @property
+    def outputs_different(self) -> int:
+        """Outputs that are not the same in both runs."""
+        return len(self.differences) - self.values_different
+
+    def shown(self, most: int) -> list[Difference]:
+        """The first of the differences, of one step's state no more than `PER_STEP`."""
+        kept: list[Difference] = []
+        of_state: Counter[int] = Counter()
+        for difference in self.differences:
+            of_state[difference.ask.number] += difference.of_state
+            if not difference.of_state or of_state[difference.ask.number] <= PER_STEP:
+                kept.append(difference)
+        return kept[:most]
 
 
 def file_of(folder: Path, number: int) -> Path:
@@ -80,7 +111,7 @@ def file_of(folder: Path, number: int) -> Path:
 
 
 def compare(off: Path, on: Path, asks: Sequence[Ask]) -> Comparison:
-    """Compare the outputs of two runs.
+    """Compare the outputs of two runs, and the session state that they left.
 
     Args:
         off: Folder of the run with the flag off.
@@ -91,8 +122,8 @@ def compare(off: Path, on: Path, asks: Sequence[Ask]) -> Comparison:
         DamagedFileError: A file is damaged.
         OSError: A file is not there.
     """
-    outputs = nbytes = 0
-    differences = []
+    outputs = nbytes = values = values_different = 0
+    differences, unread = [], []
     for ask in asks:
         mine, theirs = TensorFile(file_of(off, ask.number)), TensorFile(file_of(on, ask.number))
         for name in {**mine.kinds, **theirs.kinds}:
@@ -105,9 +136,14 @@ def compare(off: Path, on: Path, asks: Sequence[Ask]) -> Comparison:
                     numbers = numbers_of(kinds[0], mine.content(name), theirs.content(name))
                     if numbers is None:
                         continue
-            first, second = ("not there" if kind is None else str(kind) for kind in kinds)
+            first, second = (NOT_THERE if kind is None else str(kind) for kind in kinds)
             differences.append(Difference(ask, name, first, second, numbers))
-    return Comparison(outputs, nbytes, tuple(differences))
+        state = compare_state(state_file(off, ask.number), state_file(on, ask.number))
+        values += state.values
+        values_different += len(state.unlike)
+        unread += [state.unread] if state.unread else []
+        differences += [Difference(ask, each.name, each.off, each.on, None) for each in state.unlike]
+    return Comparison(outputs, nbytes, tuple(differences), values, values_different, tuple(unread))
 
 
 def numbers_of(kind: Kind, off: bytes, on: bytes) -> Numbers | None:

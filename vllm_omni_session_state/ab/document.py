@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ FORMAT = 1
 EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
 WORDS = {EQUAL: "equal", DIFFERENT: "different", COULD_NOT_RUN: "could not run"}
 
-MAX_DIFFERENCES = 1000
+MAX_DIFFERENCES = 10_000
 """So many are written out; all are counted."""
 
 
@@ -41,6 +42,7 @@ class Run:
         log: Its log.
         outputs: Folder with its outputs.
         steps: As far as it came.
+        said: What the plugin said at WARNING, and after how many asks it was heard.
         failure: Why it ended early, in one line.
         seconds: How long it took in all.
     """
@@ -49,6 +51,7 @@ class Run:
     log: str
     outputs: str
     steps: list[Step] = field(default_factory=list)
+    said: list[tuple[int, str]] = field(default_factory=list)
     failure: str | None = None
     seconds: float = 0.0
 
@@ -91,6 +94,25 @@ class Result:
         return min(len(self.off.steps), len(self.on.steps))
 
     @property
+    def counted(self) -> str:
+        """How much was compared, in words."""
+        found = self.comparison
+        if found is None:
+            return "nothing"
+        state = f" and {found.values:,} values of session state" if found.values else ""
+        return f"{found.outputs:,} outputs of {self.both:,} steps{state}"
+
+    @property
+    def unequal(self) -> str:
+        """How much of it differs, in words."""
+        found = self.comparison
+        if found is None:
+            return "nothing"
+        state = f" and {found.values_different:,} of {found.values:,} values of session state"
+        outputs = f"{found.outputs_different:,} of {found.outputs:,} outputs of {self.both:,} steps"
+        return outputs + (state if found.values else "")
+
+    @property
     def left(self) -> tuple[Ask, ...]:
         """Asks that ended a session of which the workers listed something afterwards, with the flag on."""
         return tuple(
@@ -99,6 +121,23 @@ class Result:
             if ask.ends and step.sessions
             if ask.do == "generate" or f"session {ask.session}" in step.sessions
         )
+
+    def remarks(self) -> Iterator[str]:
+        """What is to be known beside the verdict, a line each."""
+        if self.left:
+            first = self.left[0]
+            place = f"session {first.session}, step {first.step} ({first.label})"
+            times = f"{len(self.left):,} of {len(self.asks):,} steps"
+            where = f"after {times}, first {place}"
+            yield f"LEFT BEHIND: with the flag on, an ended session was still there {where}."
+        for run in (self.off, self.on):
+            if run.said:
+                number, text = run.said[0]
+                more = f", the first of {len(run.said):,}" if len(run.said) > 1 else ""
+                yield f"WARNING of the plugin with the {run.word}{more}, heard after {number:,} steps: {text}"
+        unread = () if self.comparison is None else self.comparison.unread
+        if unread:
+            yield f"Session state was not compared after {len(unread):,} steps: {unread[0]}."
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -114,7 +153,10 @@ class Result:
             "compared": self.both,
             "outputs": 0 if found is None else found.outputs,
             "outputs_bytes": 0 if found is None else found.nbytes,
-            "outputs_different": len(differences),
+            "outputs_different": 0 if found is None else found.outputs_different,
+            "state_values": 0 if found is None else found.values,
+            "state_values_different": 0 if found is None else found.values_different,
+            "state_unread": [] if found is None else list(found.unread),
             "first_difference": _difference(differences[0]) if differences else None,
             "differences": [_difference(difference) for difference in differences[:MAX_DIFFERENCES]],
             "left": [{"session": ask.session, "step": ask.step, "does": ask.label} for ask in self.left],
@@ -127,6 +169,7 @@ class Result:
             "outputs": run.outputs,
             "failure": run.failure,
             "seconds": run.seconds,
+            "warnings": [{"after_steps": number, "text": text} for number, text in run.said],
             "steps": [
                 {
                     "session": ask.session,

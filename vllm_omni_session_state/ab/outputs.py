@@ -31,7 +31,7 @@ def tensors_of(output: Any, *, pictures: str = "images") -> dict[str, Any]:
         named = {"answer": output}
     seen: dict[int, str] = {}
     found: dict[str, Any] = {}
-    for name, value in _walked(named, ""):
+    for name, value in walked(named, ""):
         if id(value) not in seen:  # the host hands some out under two names
             seen[id(value)] = name
             found[name] = _tensor(value)
@@ -47,13 +47,14 @@ def save(path: Path, tensors: Mapping[str, Any]) -> None:
     part.rename(path)
 
 
-def _walked(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def walked(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every number and every array in nested mappings and lists, by the name under which it stands."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walked(item, f"{name}.{key}" if name else str(key))
+            yield from walked(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from _walked(item, f"{name}.{number}" if len(value) > 1 else name)
+            yield from walked(item, f"{name}.{number}" if len(value) > 1 else name)
     elif isinstance(value, bool | int | float) or hasattr(value, "__array__"):
         yield name, value
     elif hasattr(value, "__array_interface__"):  # a picture of Pillow's

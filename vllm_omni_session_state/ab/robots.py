@@ -25,8 +25,8 @@ class Robots:
     """Robots that step in turns. Each with its own prompt; see `docs/ab.md` for what happens when.
 
     A window of attention is full after some steps of one prompt, and the model resets it by itself; besides
-    that, one robot changes its prompt, one resets with a step, one by a call to begin something new, and one
-    is closed and goes on.
+    that, one robot is closed early, goes on and changes its prompt later, one resets with a step, and one,
+    late, by a call to begin something new: until then it has more frames than the model reads.
 
     Args:
         sessions: How many.
@@ -41,12 +41,12 @@ class Robots:
         first, second, last = 1, min(2, sessions), sessions
         asked: list[tuple[int, str, dict[str, Any]]] = []
         for turn in range(steps):
-            if turn and turn == 2 * steps // 3:
-                asked.append((first, "reset", {}))
-            if turn and turn == steps - 1:
+            if turn and turn == max(1, steps // 6):
                 asked.append((second, "close", {}))
+            if turn and turn == max(1, steps - 2):
+                asked.append((first, "reset", {}))
             for session in range(1, sessions + 1):
-                changed = session == second and turn >= max(1, steps // 4)
+                changed = session == second and turn >= max(1, steps // 2)
                 prompt = _PROMPTS[(session - 1) % len(_PROMPTS)]
                 words: dict[str, Any] = {
                     "prompt": "close the drawer" if changed else prompt,

@@ -127,7 +127,7 @@ def ab(options: Options, console: Console) -> int:
         result.why = f"an output cannot be read: {error}"
     (out / "ab.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
     (out / "ab.html").write_text(page(result), encoding="utf-8")
-    for line in filter(None, (*verdict(result), left_behind(result))):
+    for line in (*verdict(result), *result.remarks()):
         console.print(line, markup=False, soft_wrap=True)
     console.print(
         f"The report: {out / 'ab.html'}, and {out / 'ab.json'} for scripts.", markup=False, soft_wrap=True
@@ -138,9 +138,8 @@ def ab(options: Options, console: Console) -> int:
 def verdict(result: Result) -> Iterator[str]:
     """What came of it, in lines."""
     found = result.comparison
-    of = "" if found is None else f"{found.outputs:,} outputs of {result.both:,} steps"
     if result.status == EQUAL:
-        yield f"EQUAL: all {of} are equal to the last bit, flag off and on."
+        yield f"EQUAL: all {result.counted} are equal to the last bit, flag off and on."
         return
     if result.status != DIFFERENT:
         yield f"COULD NOT RUN: {result.why or 'nothing was answered by both'}"
@@ -148,23 +147,13 @@ def verdict(result: Result) -> Iterator[str]:
             answered = f"{len(run.steps):,} of {len(result.asks):,} steps"
             yield f"The run with the {run.word} answered {answered}: {run.outputs}"
     if found is not None and found.differences:
-        yield f"DIFFERENT: {len(found.differences):,} of {of}. The first:"
-        for difference in found.differences[:SHOWN]:
-            yield f"  {difference}"
-        if len(found.differences) > SHOWN:
-            yield f"  and {len(found.differences) - SHOWN:,} more"
+        yield f"DIFFERENT: {result.unequal}. The first:"
+        shown = found.shown(SHOWN)
+        yield from (f"  {difference}" for difference in shown)
+        if len(found.differences) > len(shown):
+            yield f"  and {len(found.differences) - len(shown):,} more"
     elif found is not None:
-        yield f"As far as both came, all {of} are equal."
-
-
-def left_behind(result: Result) -> str:
-    """After which steps state of a session that had ended was still there, in a line; ``""`` after none."""
-    if not result.left:
-        return ""
-    first = result.left[0]
-    place = f"session {first.session}, step {first.step} ({first.label})"
-    times = f"{len(result.left):,} of {len(result.asks):,} steps"
-    return f"LEFT BEHIND: with the flag on, an ended session was still there after {times}, first {place}."
+        yield f"As far as both came, all {result.counted} are equal."
 
 
 def _prepared(out: Path, *, flag: bool) -> Run:
@@ -205,6 +194,8 @@ def _done(run: Run, options: Options, result: Result, watch: Watch) -> bool:
 def _take(event: dict[str, Any], run: Run, result: Result, watch: Watch) -> None:
     if "phase" in event:
         watch.begin()
+    if "unlooked" in event:
+        result.about["session_state"] = f"not compared: {event['unlooked']}"
     if "model" in event:
         asks = numbered([(session, do, words) for session, do, words in event["asks"]])
         if run.flag and asks != result.asks:
@@ -213,6 +204,7 @@ def _take(event: dict[str, Any], run: Run, result: Result, watch: Watch) -> None
             )
         result.asks = asks
         result.about |= {"model": event["model"], "checkpoint": event["checkpoint"]}
+    run.said += [(len(run.steps), text) for text in event.get("said", ())]
     if "done" in event:
         run.steps.append(Step(event["seconds"], event["peak_bytes"], event["sessions"]))
         watch.reached(event["done"] / len(result.asks))

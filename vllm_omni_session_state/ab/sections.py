@@ -21,7 +21,7 @@ from vllm_omni_session_state.ab.plots import (
 )
 
 SHOWN = 50
-"""Rows of differences on the page; all are counted, and a thousand stand in the JSON file."""
+"""Rows of differences on the page; all are counted."""
 
 STEPS = "steps of all sessions, in order"
 _CALLS = ("reset", "close")
@@ -30,37 +30,31 @@ _CALLS = ("reset", "close")
 def verdict(result: Result) -> str:
     """What came of it, in a few sentences."""
     found, status = result.comparison, result.status
-    of = "" if found is None else f"{found.outputs:,} outputs of {result.both:,} steps"
-    size = "" if found is None else f" ({bytes_text(found.nbytes)})"
     if status == EQUAL:
-        word, text = "Equal", f"All {of}{size} are equal to the last bit."
+        word, text = "Equal", f"All {result.counted} are equal to the last bit."
     elif status == COULD_NOT_RUN:
         word = "Could not run"
         text = f"{result.why or 'Nothing was answered by both'}."
         if found is not None:
             count = len(found.differences)
-            text += f" Of the {of} that both answered, {f'{count:,}' if count else 'none'} differ."
+            text += (
+                f" Of the {result.counted} that both answered, {f'{count:,}' if count else 'none'} differ."
+            )
     else:
-        count = 0 if found is None else len(found.differences)
-        word, text = "Different", f"{count:,} of {of} {'is' if count == 1 else 'are'} not the same."
-    if result.left:
-        first = result.left[0]
-        place = f"session {first.session}, step {first.step} ({first.label})"
-        times = f"{len(result.left):,} of {len(result.asks):,} steps"
-        text += f" With the flag on, an ended session was still there after {times}, first {place}."
-    return f'<div class="verdict s{status}"><b>{word}</b> {html.escape(text)}</div>'
+        word, text = "Different", f"{result.unequal} are not the same."
+    remarks = "".join(f"<p>{html.escape(line)}</p>" for line in result.remarks())
+    return f'<div class="verdict s{status}"><b>{word}</b> {html.escape(text)}{remarks}</div>'
 
 
 def differences(result: Result) -> str:
     """Where they differ, the first difference in words."""
-    found = () if result.comparison is None else result.comparison.differences
-    if not found:
+    if result.comparison is None or not result.comparison.differences:
         return ""
-    more = f"<p>And {len(found) - SHOWN:,} more.</p>" if len(found) > SHOWN else ""
+    found, shown = result.comparison.differences, result.comparison.shown(SHOWN)
+    rest = len(found) - len(shown)
+    more = f"<p>And {rest:,} more.</p>" if rest else ""
     heads = ("session", "step", "tensor", "elements", "by at most", "first at", "does")
-    table = _table(
-        heads, (_difference_row(difference) for difference in found[:SHOWN]), numbers={0, 1, 3, 4, 5}
-    )
+    table = _table(heads, map(_difference_row, shown), numbers={0, 1, 3, 4, 5})
     return (
         f"<h2>Where they differ</h2><p>First: {html.escape(str(found[0]))}.</p>{table}{more}"
         "<p>A difference is carried on by the steps of its session that come after it: begin with the first. "

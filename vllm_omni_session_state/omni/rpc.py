@@ -83,7 +83,7 @@ def stats(worker: Any) -> Answer:
             "ends": dict(_counts(worker)),
         }
 
-    return _on_every_rank(
+    return on_every_rank(
         figures, ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv", "ends")
     )
 
@@ -106,7 +106,7 @@ def list_sessions(worker: Any) -> Answer:
         order = [entry["session"] for entry in entries]
         return {"sessions": entries, "only_kv": only_kv, "order": order}
 
-    return _on_every_rank(sessions, ("order", "only_kv"))
+    return on_every_rank(sessions, ("order", "only_kv"))
 
 
 def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> Answer:
@@ -128,7 +128,7 @@ def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> A
         entry = next((entry for entry in manager.listing() if entry.session == wanted), None)
         return {"found": entry is not None, "session": None if entry is None else dataclasses.asdict(entry)}
 
-    return _on_every_rank(look, ("found",))
+    return on_every_rank(look, ("found",))
 
 
 def holds(worker: Any, name: str | None = None, *, only_id: bool = False) -> Answer:
@@ -137,7 +137,7 @@ def holds(worker: Any, name: str | None = None, *, only_id: bool = False) -> Ans
     def look() -> Answer:
         return {"found": inside.named(name, _manager(worker).keys(), only_id=only_id) is not None}
 
-    return _on_every_rank(look, ("found",))
+    return on_every_rank(look, ("found",))
 
 
 def close(worker: Any, *names: str | None, only_id: bool = False, only_idle: bool = False) -> Answer:
@@ -174,7 +174,7 @@ def park(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
         named = inside.who(manager, names, manager.keys(), only_id=only_id)
         return {**named, "parked": _each(names, manager.keys(), manager.park, only_id=only_id)}
 
-    return _on_every_rank(park_all, ("found", "used", "parked"))
+    return on_every_rank(park_all, ("found", "used", "parked"))
 
 
 def restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
@@ -191,7 +191,7 @@ def restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
         named = inside.who(manager, names, manager.keys(), only_id=only_id)
         return {**named, "restored": _each(names, manager.keys(), manager.restore, only_id=only_id)}
 
-    return _on_every_rank(restore_all, ("found", "used", "restored"))
+    return on_every_rank(restore_all, ("found", "used", "restored"))
 
 
 def begin_restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
@@ -205,7 +205,7 @@ def begin_restore(worker: Any, *names: str | None, only_id: bool = False) -> Ans
         manager = _manager(worker)
         return {"begun": _each(names, manager.keys(), manager.begin_restore, only_id=only_id)}
 
-    return _on_every_rank(begin_all, ("begun",))
+    return on_every_rank(begin_all, ("begun",))
 
 
 def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
@@ -231,7 +231,7 @@ def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
         known = [inside.named(name, keys, only_id=only_id) is not None for name in names]
         return {"gone": [gone or not was for gone, was in zip(there, known, strict=True)]}
 
-    return _on_every_rank(expire_all, ("gone",))
+    return on_every_rank(expire_all, ("gone",))
 
 
 METHODS: dict[str, Callable[..., Answer]] = {
@@ -264,7 +264,7 @@ def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool,
         counts["absent"] += named["found"].count(False)
         return {**named, "found": _each(names, keys, end, only_id=only_id)}
 
-    return _on_every_rank(end_all, ("found", "used"))
+    return on_every_rank(end_all, ("found", "used"))
 
 
 def _each(
@@ -299,7 +299,16 @@ def _end_one(manager: SessionStateManager, runner: Any, how: str, key: str) -> N
         manager.drop_session(key)
 
 
-def _on_every_rank(work: Callable[[], Answer], agree_on: tuple[str, ...]) -> Answer:
+def on_every_rank(work: Callable[[], Answer], agree_on: tuple[str, ...]) -> Answer:
+    """Do something on each rank that calls this at once, and answer for all of them. It never raises.
+
+    Args:
+        work: What it is; its answer is plain JSON-able data.
+        agree_on: Names of that in which all ranks should say the same.
+
+    Returns:
+        ``ranks``, one mapping each, and ``agree``; see ``stats``.
+    """
     try:
         mine = {"ok": True, **work()}
     except Exception as error:  # noqa: BLE001 - the others are waiting in the gather

@@ -1,0 +1,280 @@
+"""What workers say of a session's state: while it is the same nothing, and then each value that is not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import made
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import sized
+
+from vllm_omni_session_state import SessionState, SessionStateManager
+from vllm_omni_session_state.ab.child import Stage, _looked_at_whole, served_in
+from vllm_omni_session_state.ab.compare import PER_STEP, compare
+from vllm_omni_session_state.ab.look import MOST_SAID, LookingWorker
+from vllm_omni_session_state.ab.robots import Robots
+from vllm_omni_session_state.ab.states import compare_state, state_file, write_state
+from vllm_omni_session_state.adapters.dreamzero import view_of
+from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.tiers.host import HostTier
+
+pytestmark = pytest.mark.host
+
+WINDOW = 2
+
+
+class FakeWorker:
+    """Stands in for the host's worker: it has a pipeline, and no device and no weights."""
+
+    def __init__(self, pipeline):
+        self.model_runner = SimpleNamespace(pipeline=pipeline)
+
+
+class Worker(LookingWorker, FakeWorker):
+    """As the host makes one of the two."""
+
+
+class Both:
+    """One worker with the model's own dict of states, one with a manager; both are told the same."""
+
+    def __init__(self):
+        from vllm_omni.diffusion.models.dreamzero.state_dreamzero import DreamZeroState
+
+        self.host = DreamZeroState
+        self.states = {}
+        self.manager = SessionStateManager(tier=HostTier(budget=1 << 24))
+        self.off = Worker(SimpleNamespace(num_frame_per_block=WINDOW, _states=self.states))
+        self.on = Worker(SimpleNamespace(num_frame_per_block=WINDOW, _memory_manager=self.manager))
+
+    def fields(self, key):
+        """The state object of each."""
+        session = self.manager.get_or_create_session(key)
+        return self.states.setdefault(key, self.host()), view_of(session, self.host, window=WINDOW)
+
+    def step(self, key, seed):
+        """What a forward does to a session, in short."""
+        for state in self.fields(key):
+            rng = torch.Generator().manual_seed(seed)
+
+            def drawn(*shape, rng=rng):
+                return torch.rand(shape, generator=rng)
+
+            state.accumulate_frames(drawn(2, 2, 3).numpy())
+            state.append_video_latents(drawn(1, 2, 1, 2, 2).bfloat16())
+            state.prompt_embeds, state.language = drawn(1, 3), torch.tensor([seed])
+            state.vae_enc_feat_map = [drawn(2), None, drawn(3)]
+            if not state.vae_stream_initialized:
+                state.vae_encoder_out, state.vae_stream_initialized = drawn(1, 2, 1, 1, 1), True
+            else:
+                state.append_vae_encoder_chunk(drawn(1, 2, 1, 1, 1))
+
+    def window_reset(self, key, seed):
+        """As the model does when its window is full."""
+        for state in self.fields(key):
+            state.reset_inference_state()
+
+    def end(self, key, seed):
+        """A close."""
+        self.states.pop(key, None)
+        self.manager.drop_session(key)
+
+    def compared(self, key, tmp, *, everything=False):
+        """What the two are said to differ in."""
+        files = tmp / "off.json", tmp / "on.json"
+        for file, worker in zip(files, (self.off, self.on), strict=True):
+            answer = worker.session_state_look(key, everything)
+            write_state(file, json.loads(json.dumps(answer["ranks"])))
+        return compare_state(*files)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["step", "step", "step", "window_reset", "end"]), st.sampled_from("ab")),
+    min_size=1,
+    max_size=12,
+)
+
+
+def flip(tensor):
+    """The last bit of its first element."""
+    tensor.reshape(-1).view(torch.uint8)[0] ^= 1
+
+
+MISTAKES = {
+    "call_count": lambda state: setattr(state, "call_count", state.call_count + 1),
+    "prompt_embeds": lambda state: flip(state.prompt_embeds),
+    "language": lambda state: setattr(state, "language", None),
+    "vae_enc_feat_map.2": lambda state: flip(state.vae_enc_feat_map[2]),
+    "vae_encoder_out": lambda state: flip(state.vae_encoder_out),
+    "video_latents_across_time": lambda state: flip(state.video_latents_across_time[-1]),
+    "clip_feas": lambda state: setattr(state, "clip_feas", torch.zeros(1)),
+}
+
+
+@sized(400)
+@given(STEPS, st.booleans())
+def test_while_both_do_the_same_nothing_is_said(tmp_path_factory, steps, everything):
+    both, tmp = Both(), tmp_path_factory.getbasetemp()
+    for seed, (does, key) in enumerate(steps):
+        getattr(both, does)(key, seed)
+        for each in "ab":
+            found = both.compared(each, tmp, everything=everything)
+            assert (found.unlike, found.unread) == ((), "")
+            there = each in both.states
+            assert (found.values > 0) == there
+            assert (each in both.manager) == there, "looking makes no session"
+
+
+@sized(400)
+@given(STEPS, st.sampled_from(sorted(MISTAKES)))
+def test_one_bit_of_one_value_is_named_and_nothing_else(tmp_path_factory, steps, mistake):
+    both, tmp = Both(), tmp_path_factory.getbasetemp()
+    for seed, (does, key) in enumerate([*steps, ("step", "a")]):
+        getattr(both, does)(key, seed)
+    MISTAKES[mistake](both.fields("a")[1])
+    (found,) = both.compared("a", tmp).unlike
+    assert found.name == f"state.{mistake}"
+    assert found.off != found.on
+    assert both.compared("b", tmp).unlike == ()
+
+
+def test_an_earlier_chunk_is_seen_where_everything_is_looked_at(tmp_path):
+    both = Both()
+    for seed in range(3):
+        both.step("a", seed)
+    flip(both.fields("a")[1].video_latents_across_time[0])
+    assert both.compared("a", tmp_path).unlike == ()
+    (found,) = both.compared("a", tmp_path, everything=True).unlike
+    assert found.name == "state.video_latents_across_time.0"
+
+
+def test_a_session_that_only_one_run_has_differs_in_all_that_it_has(tmp_path):
+    both = Both()
+    both.step("a", 1)
+    count = both.compared("a", tmp_path).values
+    both.manager.drop_session("a")
+    assert {unlike.on for unlike in both.compared("a", tmp_path).unlike} == {"not there"}
+    both = Both()
+    both.step("a", 1)
+    del both.states["a"]
+    found = both.compared("a", tmp_path)
+    assert {unlike.off for unlike in found.unlike} == {"not there"}
+    assert len(found.unlike) == found.values == count
+
+
+def test_what_an_ended_session_still_holds_is_named(tmp_path, monkeypatch):
+    def reset(session):
+        del session.attrs["language"]  # and forgets to forget the rest
+        session._objects.clear()
+
+    both = Both()
+    both.step("a", 1)
+    assert both.compared("a", tmp_path).unlike == ()
+    monkeypatch.setattr(SessionState, "reset", reset)
+    both.end("a", 1)
+    found = both.compared("a", tmp_path)
+    assert "state.prompt_embeds of the session that ended" in {unlike.name for unlike in found.unlike}
+    assert both.compared("a", tmp_path).unlike == (), "it is said once"
+
+
+def test_a_parked_session_is_left_where_it_is_and_that_is_said(tmp_path):
+    both = Both()
+    both.step("a", 1)
+    assert both.manager.park("a")
+    assert both.compared("a", tmp_path).unread == "flag on, rank 0: its session was parked"
+    assert both.manager.peek("a").parked
+
+
+def test_a_worker_that_cannot_look_says_why(tmp_path, monkeypatch):
+    both = Both()
+    both.step("a", 1)
+    monkeypatch.setattr(both.off.model_runner.pipeline, "_states", None)
+    assert both.compared("a", tmp_path).unread.startswith("flag off, rank 0: AttributeError: ")
+
+
+def test_a_look_refreshes_nobody(tmp_path):
+    both = Both()
+    for key in "ab":
+        both.step(key, 1)
+    both.compared("a", tmp_path)
+    assert both.manager.keys() == ("a", "b")
+
+
+def test_ranks_are_compared_each_with_its_own(tmp_path):
+    def rank(number, **values):
+        seen = {name: (f"int {value}", "") for name, value in values.items()}
+        return {"rank": number, "ok": True, "parked": False, "values": seen}
+
+    write_state(tmp_path / "off", [rank(0, a=1, b=2), rank(1, a=3)])
+    write_state(tmp_path / "on", [rank(0, a=1, b=2), rank(1, a=4)])
+    found = compare_state(tmp_path / "off", tmp_path / "on")
+    assert [(unlike.name, unlike.off, unlike.on) for unlike in found.unlike] == [
+        ("state.a on rank 1", "int 3", "int 4")
+    ]
+    assert found.values == 3
+
+
+def test_differences_of_state_come_after_those_of_outputs_and_few_of_a_step_are_shown(tmp_path):
+    off, on = tmp_path / "off", tmp_path / "on"
+    both = Both()
+    for number in range(2):
+        both.step("a", number)
+        for folder, worker, actions in ((off, both.off, 0), (on, both.on, number)):
+            made.write(folder, number, actions=np.full(2, actions, np.float32))
+            write_state(state_file(folder, number), worker.session_state_look("a", False)["ranks"])
+    write_state(state_file(on, 1), both.on.session_state_look("nobody", False)["ranks"])
+    found = compare(off, on, made.asks(2))
+    assert found.differences[0].tensor == "actions"
+    assert (found.outputs, found.outputs_different) == (2, 1)
+    assert found.values > found.values_different == len(found.differences) - 1 > PER_STEP
+    assert len(found.shown(100)) == 1 + PER_STEP
+    assert found.shown(1) == list(found.differences[:1])
+    assert str(found.differences[1]).endswith("with the flag off, not there with it on")
+
+
+def test_what_the_plugin_warns_of_is_taken_once_and_is_bounded():
+    worker = Worker(SimpleNamespace())
+    LOGGER.info("nothing")
+    for number in range(MOST_SAID + 1):
+        LOGGER.warning("careful: %d", number)
+    (rank,) = worker.session_state_warned()["ranks"]
+    assert rank["said"] == [f"careful: {number}" for number in range(MOST_SAID)]
+    (rank,) = worker.session_state_warned()["ranks"]
+    assert rank["said"] == []
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    handlers = list(LOGGER.handlers)
+    yield
+    LOGGER.handlers[:] = handlers
+    assert logging.getLogger("vllm_omni.session_state") is LOGGER
+
+
+def test_everything_is_looked_at_before_a_session_ends_or_begins_anew():
+    sent = Robots(sessions=3, steps=12).asks
+    whole = set(_looked_at_whole(sent))
+    by_session = {n: [ask for ask in sent if ask.session == n] for n in (1, 2, 3)}
+    closed = next(at for at, ask in enumerate(by_session[2]) if ask.do == "close")
+    reset = next(at for at, ask in enumerate(by_session[1]) if ask.do == "reset")
+    anew = next(at for at, ask in enumerate(by_session[3]) if ask.words.get("reset"))
+    wanted = {by_session[n][at - 1].number for n, at in ((2, closed), (1, reset), (3, anew))}
+    wanted |= {asks[-1].number for asks in by_session.values()} | {by_session[3][-2].number}
+    assert whole == wanted
+
+
+@pytest.mark.parametrize("where", ["stage", "engine_args"])
+def test_a_stage_that_has_an_extension_of_its_own_keeps_it(tmp_path, where):
+    stage = {"stage_id": 3, "model_class_name": "DreamZeroPipeline"}
+    more = {"worker_extension_cls": "mine.Extension"}
+    file = tmp_path / "deploy.yaml"
+    for extended in (False, True):
+        of_engine = {"engine_args": more} if where == "engine_args" else more
+        stages = [{**stage, **(of_engine if extended else {})}]
+        file.write_text(json.dumps({"pipeline": "dreamzero", "stages": stages}))
+        assert served_in(str(file)) == Stage("DreamZero", 3, extended)

@@ -1,0 +1,137 @@
+"""What a worker says of its sessions' state in either run: what each value is, and a digest of its bits.
+
+It is the worker's extension by the host's own setting, ``worker_extension_cls``, and only where a run of
+`ab` serves: a server of users knows none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_omni_session_state.ab.outputs import walked
+from vllm_omni_session_state.adapters.latents import FIELD, whole
+from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.objects import LatentBuffer
+from vllm_omni_session_state.omni.rpc import manager_of, on_every_rank
+from vllm_omni_session_state.session import SessionState
+
+Seen = tuple[str, str]
+"""What a value is, and a digest of its bits; a plain number is said whole, and has none."""
+
+ENCODER_OUT = "vae_encoder_out"
+"""DreamZero keeps all frames of it and reads the last ``num_frame_per_block``; the manager keeps those."""
+
+MOST_SAID = 100
+
+
+class LookingWorker:
+    """Added to the host's worker class, before it."""
+
+    model_runner: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ab_warned = _Warned()
+        self._ab_seen: dict[str, SessionState] = {}
+        LOGGER.addHandler(self._ab_warned)  # before the model is loaded, which says most
+        super().__init__(*args, **kwargs)
+
+    def session_state_look(self, key: str, everything: bool) -> dict[str, Any]:  # noqa: FBT001 - by position
+        """A session as it is between two steps; looking refreshes nobody, and restores nobody.
+
+        Args:
+            key: Its id.
+            everything: Look at all chunks of the video so far, not at the last alone.
+
+        Returns:
+            As `rpc.on_every_rank` says; each rank has ``values``, by name, empty where there is no such
+            session, and ``parked``: then nothing of it was looked at.
+        """
+
+        def look() -> dict[str, Any]:
+            manager = manager_of(self)
+            if manager is None:
+                return {"parked": False, "values": dict(_named(self._of_the_model(key), everything))}
+            return self._of_the_manager(manager, key, everything)
+
+        return on_every_rank(look, ())
+
+    def session_state_warned(self) -> dict[str, Any]:
+        """What the plugin has said at WARNING since this was asked last: each rank has ``said``."""
+        return on_every_rank(lambda: {"said": self._ab_warned.taken()}, ())
+
+    def _of_the_model(self, key: str) -> dict[str, Any]:
+        pipeline = self.model_runner.pipeline
+        state = getattr(pipeline, "_states", {}).get(key)
+        if state is None:
+            return {}
+        values = dict(vars(state))
+        if values.get(ENCODER_OUT) is not None:
+            values[ENCODER_OUT] = values[ENCODER_OUT][:, :, -pipeline.num_frame_per_block :]
+        return values
+
+    def _of_the_manager(self, manager: SessionStateManager, key: str, everything: bool) -> dict[str, Any]:  # noqa: FBT001
+        session, before = manager.peek(key), self._ab_seen.pop(key, None)
+        found = {}
+        if before is not None and before is not session and not before.parked:
+            # Held here, as a caller may hold it: all that it had must be let go of nevertheless.
+            found = {f"{name} of the session that ended": seen for name, seen in _named(_held(before), False)}
+        if session is None:
+            return {"parked": False, "values": found}
+        self._ab_seen[key] = session
+        if session.parked:
+            return {"parked": True, "values": found}
+        values = _held(whole(session) if everything else session)
+        return {"parked": False, "values": {**dict(_named(values, everything)), **found}}
+
+
+class _Warned(logging.Handler):
+    """Keeps the first of what the plugin says at WARNING or above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        if len(self._said) < MOST_SAID:
+            self._said.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        """What there is, which is then forgotten."""
+        said, self._said = self._said, []
+        return said
+
+
+def _held(session: SessionState) -> dict[str, Any]:
+    """What a session holds itself; of a ring or a list its items."""
+    objects = {
+        name: obj.container
+        for name, obj in session.objects.items()
+        if isinstance(obj, LatentBuffer) and obj.resident
+    }
+    return {**session.attrs, **objects}
+
+
+def _named(values: dict[str, Any], everything: bool) -> Iterator[tuple[str, Seen]]:  # noqa: FBT001
+    for name, value in values.items():
+        items = list(value) if hasattr(value, "append") else value  # a deque is walked as a list is
+        if name == FIELD and not everything:
+            items = items[-1:]
+        for place, item in walked(items, name):
+            yield place, _seen(item)
+
+
+def _seen(value: Any) -> Seen:
+    import torch  # noqa: PLC0415 - seconds, and here is a worker
+
+    if isinstance(value, bool | int | float):
+        return f"{type(value).__name__} {value!r}", ""
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy())
+    bits = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    what = f"{dtype} ({', '.join(map(str, tensor.shape))}) on {tensor.device}"
+    return what, hashlib.blake2b(bits.data, digest_size=16).hexdigest()
