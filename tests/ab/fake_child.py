@@ -56,7 +56,7 @@ def main():
                     raise RuntimeError("session 1, step 2\nwas refused")
             actions = np.arange(3, dtype=np.float32) + (does == "differs" and ask.number >= 2)
             made.write(asked.out, ask.number, actions=actions)
-            sessions = {f"session {ask.session}": {"cpu": 24}} if flag == "1" else None
+            sessions = {f"session {ask.session}": {"cpu": 24}}
             report(done=ask.number + 1, seconds=0.1, peak_bytes=1 << 20, sessions=sessions)
         report(phase="stopping")
 

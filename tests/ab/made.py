@@ -44,7 +44,7 @@ def result(folder, *, change=None, on_steps=None):
             held = {f"session {n}": {"cuda:0": 5_000_000 * n, "cpu": 100 * ask.number} for n in (1, 2)}
             seconds = 0.0 if ask.do != "step" else 0.05 + ask.number / 10
             peak = 1 << 34 if ask.do == "step" else 0
-            run.steps.append(Step(seconds, peak, held if run.flag else None))
+            run.steps.append(Step(seconds, peak, held))
     made = Result(*runs, about={"model": "DreamZero", "deploy_config": "a.yaml"}, asks=sent)
     made.comparison = compare(folder / "False", folder / "True", sent[: made.both])
     assert isinstance(made.comparison, Comparison)

@@ -125,8 +125,14 @@ def test_dreamzero_is_equal_and_its_sessions_are_counted(dreamzero_checkpoint, t
     assert "WARNING of the plugin" not in said
     assert found["left"] == found["state_unread"] == found["runs"]["on"]["warnings"] == []
     steps = found["runs"]["on"]["steps"]
-    assert all(step["sessions"] is None and step["seconds"] > 0 for step in found["runs"]["off"]["steps"])
     counted = [set(step["sessions"]) for step in steps]
+    for off, on in zip(found["runs"]["off"]["steps"], steps, strict=True):
+        assert off["seconds"] > 0
+        assert set(off["sessions"]) == set(on["sessions"]), "both runs have the same sessions"
+        for name, held in on["sessions"].items():
+            assert sum(held.values()) <= sum(off["sessions"][name].values()), (
+                "no copy, and a ring for a history"
+            )
     assert counted[2] == {"session 1", "session 2", "session 3"}
     closed = next(number for number, step in enumerate(steps) if step["does"] == "close")
     assert counted[closed] == {"session 1", "session 3"}
@@ -159,7 +165,8 @@ def test_cosmos3_is_equal_and_nothing_is_left_after_a_request(cosmos3, tmp_path)
     assert status == EQUAL, said
     assert "EQUAL: all 12 outputs of 12 steps are equal to the last bit" in said
     assert found["left"] == []
-    assert [step["sessions"] for step in found["runs"]["on"]["steps"]] == [{}] * 12
+    for word in ("off", "on"):
+        assert [step["sessions"] for step in found["runs"][word]["steps"]] == [{}] * 12
     assert {step["does"] for step in found["runs"]["on"]["steps"]} == {
         *("T2V with CFG", "T2V", "T2I with CFG", "T2I", "I2V with CFG", "I2V")
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import made
 import numpy as np
@@ -22,6 +23,7 @@ from vllm_omni_session_state.ab.robots import Robots
 from vllm_omni_session_state.ab.states import compare_state, state_file, write_state
 from vllm_omni_session_state.adapters.dreamzero import view_of
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.tiers.host import HostTier
 
 pytestmark = pytest.mark.host
@@ -84,6 +86,11 @@ class Both:
         self.states.pop(key, None)
         self.manager.drop_session(key)
 
+    def sizes(self):
+        """Bytes of each session by both workers, on the CPU."""
+        ranks = (worker.session_state_sizes()["ranks"][0] for worker in (self.off, self.on))
+        return [{name: sum(held.values()) for name, held in rank["sizes"].items()} for rank in ranks]
+
     def compared(self, key, tmp, *, everything=False):
         """What the two are said to differ in."""
         files = tmp / "off.json", tmp / "on.json"
@@ -128,6 +135,12 @@ def test_while_both_do_the_same_nothing_is_said(tmp_path_factory, steps, everyth
             there = each in both.states
             assert (found.values > 0) == there
             assert (each in both.manager) == there, "looking makes no session"
+        off, on = both.sizes()
+        assert set(on) == set(off) == {shown(each) for each in both.states}
+        for each, state in both.states.items():
+            frames = 0 if state.vae_encoder_out is None else state.vae_encoder_out.shape[2]
+            unread = max(0, frames - WINDOW) * 2 * 4
+            assert off[shown(each)] == on[shown(each)] + unread
 
 
 @sized(400)
@@ -188,6 +201,8 @@ def test_a_parked_session_is_left_where_it_is_and_that_is_said(tmp_path):
     assert both.manager.park("a")
     assert both.compared("a", tmp_path).unread == "flag on, rank 0: its session was parked"
     assert both.manager.peek("a").parked
+    (rank,) = both.on.session_state_sizes()["ranks"]
+    assert rank["sizes"] == {shown("a"): {"parked (host)": ANY}}
 
 
 def test_a_worker_that_cannot_look_says_why(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def test_an_equal_result_says_so_everywhere(tmp_path):
     assert (said["asked"], said["compared"], said["outputs"]) == (count, count, 2 * count)
     assert len(said["runs"]["on"]["steps"]) == count
     assert said["runs"]["on"]["steps"][0]["sessions"]["session 2"] == {"cuda:0": 10_000_000, "cpu": 0}
-    assert said["runs"]["off"]["steps"][0]["sessions"] is None
+    assert said["runs"]["off"]["steps"][0]["sessions"]["session 1"] == {"cuda:0": 5_000_000, "cpu": 0}
     (line,) = verdict(result)
     assert (
         line == f"EQUAL: all {2 * count} outputs of {count} steps are equal to the last bit, flag off and on."
@@ -135,18 +135,24 @@ def test_every_plot_has_a_unit_at_its_axis_and_the_last_colour_stands_for_the_re
     read = Read(page(result))
     labels = [attributes["aria-label"] for tag, attributes in read.tags if "aria-label" in attributes]
     assert [label.partition(" over ")[0] for label in labels] == [
-        "session state, B",
-        "session state, MiB",
+        *("session state, KiB", "session state, B", "session state, B"),
+        *("session state, MiB",) * 3,
         "memory, GiB",
         "step time, logarithmic",
     ]
     assert "12 more together" in read.texts
+    colours = {tag["class"] for _, tag in read.tags if tag.get("class", "").startswith(("c", "key"))}
+    assert {"c0", "c1", "c7"} <= colours <= {f"{key}c{n}" for key in ("", "key ") for n in range(COLOURS)}
 
 
 def test_a_model_whose_sessions_are_requests_has_no_plot_of_them(tmp_path):
     result = made.result(tmp_path)
-    result.on.steps = [Step(step.seconds, step.peak_bytes, {}) for step in result.on.steps]
-    assert "0 bytes of it are left" in " ".join(Read(page(result)).texts)
+    for held, said in (({}, True), (None, False)):
+        for run in (result.off, result.on):
+            run.steps = [Step(step.seconds, step.peak_bytes, held) for step in run.steps]
+        text = " ".join(Read(page(result)).texts)
+        assert ("0 bytes of it are left" in text) == said
+        assert ("Session state" in text) == said, "where nobody can look, nothing is said"
 
 
 def test_what_is_left_of_an_ended_session_is_said_and_the_verdict_is_of_outputs(tmp_path):

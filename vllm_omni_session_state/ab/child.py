@@ -3,7 +3,7 @@
 It writes each answer to a file as it comes, and the session's state after it to another, and reports, beside
 ``end``: ``phase``, when one begins; ``model`` and ``asks``, once both are known; ``unlooked``, why no state
 can be looked at; ``done`` for each ask, with its ``seconds``, the worker's ``peak_bytes`` as the host
-measured them, ``sessions``, which the manager lists after it: bytes by device of each, and ``said``, the
+measured them, ``sessions``, those that are there after it: bytes by device of each, and ``said``, the
 plugin's WARNINGs.
 
 The only file of the package beside the layers below that imports the host.
@@ -19,7 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_omni_session_state.ab.asks import CHECKPOINTS, COSMOS3, DEFAULTS, DREAMZERO, Ask, Observations
+from vllm_omni_session_state.ab.asks import (
+    CHECKPOINTS,
+    COSMOS3,
+    DEFAULTS,
+    DREAMZERO,
+    MAX_SESSIONS,
+    Ask,
+    Observations,
+)
 from vllm_omni_session_state.ab.clips import Clips
 from vllm_omni_session_state.ab.compare import file_of
 from vllm_omni_session_state.ab.outputs import save, tensors_of
@@ -156,33 +164,39 @@ class Served:
 
     def state(self, ask: Ask, *, everything: bool) -> list[Any]:
         """The state of an ask's session as each rank sees it; see `look.LookingWorker`."""
-        answers = self.call("session_state_look", ask.session_id, everything)
-        return [rank for answer in answers for rank in answer["ranks"]]
+        return self._ranks("session_state_look", ask.session_id, everything)
 
     def warned(self) -> list[str]:
         """What the plugin said at WARNING in the workers since this was asked last; each thing once."""
         if not self.looks:
             return []
-        ranks = [rank for answer in self.call("session_state_warned") for rank in answer["ranks"]]
-        return list(dict.fromkeys(text for rank in ranks for text in rank["said"]))
+        said = (text for rank in self._ranks("session_state_warned") for text in rank["said"])
+        return list(dict.fromkeys(said))
 
-    def sessions(self) -> dict[str, dict[str, int]]:
+    def sessions(self) -> dict[str, dict[str, int]] | None:
         """Bytes by device of each session, over all ranks; by the id that was sent, or as a listing shows it.
 
+        ``None`` where nobody can look.
+
         Raises:
-            RuntimeError: There is no manager, or a rank could not say.
+            RuntimeError: A rank could not say.
         """
-        names = {shown(f"ab-{number}"): f"session {number}" for number in range(1, 65)}
+        if not self.looks:
+            return None
+        names = {shown(f"ab-{number}"): f"session {number}" for number in range(1, MAX_SESSIONS + 1)}
         found: dict[str, dict[str, int]] = {}
-        for answer in self.call("session_state_list"):
-            for rank in answer["ranks"]:
-                if not rank["ok"]:
-                    raise RuntimeError(f"rank {rank['rank']} cannot list its sessions: {rank['error']}")
-                for entry in rank["sessions"]:
-                    held = found.setdefault(names.get(entry["session"], entry["session"]), {})
-                    for device, nbytes in entry["nbytes"].items():
-                        held[device] = held.get(device, 0) + nbytes
+        for rank in self._ranks("session_state_sizes"):
+            if not rank["ok"]:
+                raise RuntimeError(f"rank {rank['rank']} cannot count its sessions: {rank['error']}")
+            for session, sizes in rank["sizes"].items():
+                held = found.setdefault(names.get(session, session), {})
+                for device, nbytes in sizes.items():
+                    held[device] = held.get(device, 0) + nbytes
         return found
+
+    def _ranks(self, method: str, *args: Any) -> list[Any]:
+        """What each rank of each replica answers."""
+        return [rank for answer in self.call(method, *args) for rank in answer["ranks"]]
 
 
 def _step(ask: Ask, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -262,7 +276,7 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
                 done=ask.number + 1,
                 seconds=seconds,
                 peak_bytes=round(getattr(output, "peak_memory_mb", 0.0) * (1 << 20)),
-                sessions=served.sessions() if flag else None,
+                sessions=served.sessions(),
                 said=served.warned(),
             )
         report(phase=STOPPING)
@@ -280,7 +294,7 @@ def _looked_at_whole(asks: Sequence[Ask]) -> Iterator[int]:
 
 def _see_that_it_is_managed(served: Served) -> None:
     try:
-        served.sessions()
+        served.call("session_state_list")
     except RuntimeError as error:
         why = (
             "; ".join(served.warned())

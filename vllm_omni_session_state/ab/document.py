@@ -25,7 +25,7 @@ class Step:
         seconds: From sending it to its answer.
         peak_bytes: The most that the worker had of its device at once meanwhile, as the host measured it; 0
             where it did not, as for a call.
-        sessions: Bytes by device of each session after it; ``None`` where nobody counts them.
+        sessions: Bytes by device of each session after it; ``None`` where nobody can look.
     """
 
     seconds: float
@@ -114,7 +114,7 @@ class Result:
 
     @property
     def left(self) -> tuple[Ask, ...]:
-        """Asks that ended a session of which the workers listed something afterwards, with the flag on."""
+        """Asks that ended a session of which the workers counted something afterwards, with the flag on."""
         return tuple(
             ask
             for ask, step in zip(self.asks, self.on.steps, strict=False)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_omni_session_state.ab.outputs import walked
 from vllm_omni_session_state.adapters.latents import FIELD, whole
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.footprint import footprint
+from vllm_omni_session_state.ids import DEFAULT, shown
+from vllm_omni_session_state.listing import Entry
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.objects import LatentBuffer
 from vllm_omni_session_state.omni.rpc import manager_of, on_every_rank
+from vllm_omni_session_state.paged import PagedKV
 from vllm_omni_session_state.session import SessionState
 
 Seen = tuple[str, str]
@@ -58,6 +63,26 @@ class LookingWorker:
             return self._of_the_manager(manager, key, everything)
 
         return on_every_rank(look, ())
+
+    def session_state_sizes(self) -> dict[str, Any]:
+        """Bytes of the model's state, without the engine's KV, counted alike in both runs.
+
+        Returns:
+            As above; each rank has ``sizes``: of each session, as a listing shows it, bytes by device, and
+            of a parked one what it takes in its tier.
+        """
+
+        def sizes() -> dict[str, Any]:
+            manager = manager_of(self)
+            if manager is not None:
+                return {"sizes": {entry.session: _without_engine(entry) for entry in manager.listing()}}
+            states = getattr(self.model_runner.pipeline, "_states", {})
+            held = {key: footprint(*vars(state).values()) for key, state in states.items()}
+            # The model begins with a session for nobody; until it is used, the manager has none such.
+            used = {key: each for key, each in held.items() if key != DEFAULT or each.nbytes}
+            return {"sizes": {shown(key): each.nbytes_by_device() for key, each in used.items()}}
+
+        return on_every_rank(sizes, ())
 
     def session_state_warned(self) -> dict[str, Any]:
         """What the plugin has said at WARNING since this was asked last: each rank has ``said``."""
@@ -104,6 +129,16 @@ class _Warned(logging.Handler):
         """What there is, which is then forgotten."""
         said, self._said = self._said, []
         return said
+
+
+def _without_engine(entry: Entry) -> dict[str, int]:
+    sizes = Counter(entry.nbytes)
+    for value in entry.values:
+        if value.kind == PagedKV.__name__:
+            sizes.subtract(value.nbytes)
+    if entry.parked_nbytes:
+        sizes[f"parked ({entry.place})"] = entry.parked_nbytes
+    return {device: nbytes for device, nbytes in sizes.items() if nbytes}
 
 
 def _held(session: SessionState) -> dict[str, Any]:

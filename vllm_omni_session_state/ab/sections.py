@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_omni_session_state.ab.asks import Ask
 from vllm_omni_session_state.ab.compare import Difference
@@ -33,8 +33,8 @@ def verdict(result: Result) -> str:
     if status == EQUAL:
         word, text = "Equal", f"All {result.counted} are equal to the last bit."
     elif status == COULD_NOT_RUN:
-        word = "Could not run"
-        text = f"{result.why or 'Nothing was answered by both'}."
+        word = "Could not run:"
+        text = f"{result.why or 'nothing was answered by both'}."
         if found is not None:
             count = len(found.differences)
             text += (
@@ -73,42 +73,66 @@ def _difference_row(difference: Difference) -> Sequence[str]:
 
 
 def session_bytes(result: Result) -> str:
-    """What the manager counts of each session, a plot per device."""
-    counted = [
-        (number, step.sessions) for number, step in enumerate(result.on.steps, 1) if step.sessions is not None
-    ]
-    if not counted:
+    """What each session's state takes in both runs, plots for each device."""
+    held = {run.word: _by_device(run) for run in (result.off, result.on)}
+    if all(step.sessions is None for run in (result.off, result.on) for step in run.steps):
         return ""
-    totals: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for number, sessions in counted:
-        for name, held in sessions.items():
-            for device, nbytes in held.items():
-                totals.setdefault(device, {}).setdefault(name, []).append((number, nbytes))
     text = (
-        "Bytes of each session after each step, as the workers of the run with the flag on list them. With "
-        "the flag off the model keeps its state in its own fields, which nobody counts: of that run there is "
-        "only the memory of the whole worker, below."
+        "Bytes of the model's state after each step, counted alike in both runs: each region of memory once, "
+        "without weights, and without attention KV, which is the engine's in both."
     )
     head = f"<h2>Session state</h2><p>{text}</p>"
-    if not totals:
+    devices = sorted({device for totals in held.values() for device in totals})
+    if not devices:
         return (
             head + "<p>No session was there after any step: here a session lasts as long as its request, and "
             "0 bytes of it are left.</p>"
         )
-    return head + _figures(_per_device(device, totals[device]) for device in sorted(totals))
+    figures = []
+    for device in devices:
+        together = [
+            _line_of(run, _summed(held[run.word].get(device, {}).values())) for run in (result.off, result.on)
+        ]
+        figures.append(_bytes_figure(f"All sessions on {device}, both runs", together))
+        for word, totals in held.items():
+            if device in totals:
+                figures.append(_bytes_figure(f"Each session on {device}, {word}", _each(totals[device])))
+    return head + _figures(figures)
 
 
-def _per_device(device: str, sessions: dict[str, list[tuple[int, float]]]) -> str:
+Points = tuple[tuple[int, float], ...]
+
+
+def _by_device(run: Run) -> dict[str, dict[str, Points]]:
+    """Bytes over steps by device and session."""
+    totals: dict[str, dict[str, Points]] = {}
+    for number, step in enumerate(run.steps, 1):
+        for name, held in (step.sessions or {}).items():
+            for device, nbytes in held.items():
+                sessions = totals.setdefault(device, {})
+                sessions[name] = (*sessions.get(name, ()), (number, nbytes))
+    return totals
+
+
+def _summed(lines: Iterable[Points]) -> Points:
+    summed: Counter[int] = Counter()
+    for points in lines:
+        summed.update({number: int(nbytes) for number, nbytes in points})
+    return tuple(sorted(summed.items()))
+
+
+def _each(sessions: dict[str, Points]) -> list[Line]:
     names = sorted(sessions, key=lambda name: (len(name), name))
-    lines = [Line(name, tuple(sessions[name]), number) for number, name in enumerate(names[: COLOURS - 1])]
+    lines = [Line(name, sessions[name], number) for number, name in enumerate(names[: COLOURS - 1])]
     if rest := names[COLOURS - 1 :]:
-        summed: dict[int, float] = {}
-        for name in rest:
-            for number, nbytes in sessions[name]:
-                summed[number] = summed.get(number, 0) + nbytes
-        lines.append(Line(f"{len(rest)} more together", tuple(sorted(summed.items())), COLOURS - 1))
-    plot = bytes_plot(lines, label="session state", x_label=STEPS)
-    return _figure(f"Session state on {device}, flag on", plot, lines)
+        points = _summed(sessions[name] for name in rest)
+        lines.append(Line(f"{len(rest)} more together", points, COLOURS - 1))
+    return lines
+
+
+def _bytes_figure(caption: str, lines: list[Line]) -> str:
+    there = [line for line in lines if line.points]
+    return _figure(caption, bytes_plot(there, label="session state", x_label=STEPS), there)
 
 
 def memory(result: Result) -> str:
@@ -191,17 +215,16 @@ def _steps(result: Result, run: Run) -> list[tuple[Ask, Step]]:
     return [pair for pair in zip(result.asks, run.steps, strict=False) if pair[0].do not in _CALLS]
 
 
-def _both(result: Result, value: Any) -> list[Line]:
+def _both(result: Result, value: Callable[[Step], float]) -> list[Line]:
     lines = [
-        Line(
-            run.word,
-            tuple((ask.number + 1, value(step)) for ask, step in _steps(result, run) if value(step)),
-            0 if run.flag else 1,
-            dashed=not run.flag,
-        )
+        _line_of(run, ((ask.number + 1, value(step)) for ask, step in _steps(result, run) if value(step)))
         for run in (result.off, result.on)
     ]
     return [line for line in lines if line.points]
+
+
+def _line_of(run: Run, points: Iterable[tuple[int, float]]) -> Line:
+    return Line(run.word, tuple(points), 0 if run.flag else 1, dashed=not run.flag)
 
 
 def _figure(caption: str, plot: str, lines: Sequence[Line]) -> str:
