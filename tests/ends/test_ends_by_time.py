@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import pytest
 from ends_fakes import Server, run, soon
 
 
@@ -47,13 +48,17 @@ async def test_a_session_that_is_kept_for_its_robot_is_parked_meanwhile():
     assert await server.ends.resume("x", "b")
 
 
-def test_a_park_that_fails_is_said_and_the_session_goes_on(caplog):
+@pytest.mark.parametrize(
+    ("call", "setting", "said"),
+    [("park", "idle_park_s", "was not parked"), ("expire", "expire_s", "did not expire")],
+)
+def test_a_call_that_fails_is_said_and_the_session_goes_on(caplog, call, setting, said):
     @run
     async def scenario():
-        async def park(key):
-            raise RuntimeError("rank 0: no room")
+        async def fail(key):
+            raise RuntimeError("rank 1: away")
 
-        server = Server(park=park, idle_park_s=0.01)
+        server = Server(**{call: fail, setting: 0.02})
         await server.step("x")
         await asyncio.sleep(0.05)
         await server.step("x")
@@ -61,7 +66,7 @@ def test_a_park_that_fails_is_said_and_the_session_goes_on(caplog):
 
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         scenario()
-    assert "was not parked: RuntimeError: rank 0: no room" in caplog.text
+    assert f"{said}: RuntimeError: rank 1: away" in caplog.text
 
 
 def test_the_restore_of_a_session_begins_while_its_step_waits_behind_two_others(caplog):
@@ -167,20 +172,3 @@ async def test_an_end_that_comes_while_its_session_expires_arrives_once():
     assert server.arrived == ["x"]
     assert len(workers.asked) == 1
     assert len(server.ends) == 0
-
-
-def test_an_expiry_that_fails_is_said_and_the_session_goes_on(caplog):
-    @run
-    async def scenario():
-        async def expire(key):
-            raise RuntimeError("rank 1: away")
-
-        server = Server(expire=expire, expire_s=0.02)
-        await server.step("x")
-        await asyncio.sleep(0.05)
-        await server.step("x")
-        assert "x" in server.ends
-
-    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
-        scenario()
-    assert "did not expire: RuntimeError: rank 1: away" in caplog.text
