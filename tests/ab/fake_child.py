@@ -1,6 +1,7 @@
 """Stands in for a served run: it reports and writes as `child` does, and does what a test wants it to.
 
-``AB_FAKE`` says what, in words: ``off`` or ``on``, then ``differs``, ``dies``, ``fails`` or ``other``.
+``AB_FAKE`` says what, in words: ``off`` or ``on``, then ``differs``, ``dies``, ``fails``, ``warns`` or
+``other``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main():
             actions = np.arange(3, dtype=np.float32) + (does == "differs" and ask.number >= 2)
             made.write(asked.out, ask.number, actions=actions)
             sessions = {f"session {ask.session}": {"cpu": 24}}
-            report(done=ask.number + 1, seconds=0.1, peak_bytes=1 << 20, sessions=sessions)
+            said = ["careful", "again"] if does == "warns" and ask.number == 2 else []
+            report(done=ask.number + 1, seconds=0.1, peak_bytes=1 << 20, sessions=sessions, said=said)
         report(phase="stopping")
 
 

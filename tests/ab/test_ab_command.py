@@ -67,6 +67,17 @@ def test_a_difference_exits_with_1_and_is_named(ab):
     assert "tensor actions: 3 of 3 elements of F32 (3) differ, by at most 1, the first at [0]" in out
 
 
+def test_what_the_plugin_warned_of_is_said_and_is_no_difference(ab, tmp_path):
+    status, out, _ = ab("--out", "x", fake="on warns")
+    assert status == 0
+    found = json.loads((tmp_path / "x/ab.json").read_text())
+    ask = found["runs"]["on"]["steps"][2]
+    place = f"session {ask['session']}, step {ask['step']} ({ask['does']})"
+    assert f"WARNING of the plugin with the flag on, the first of 2, heard with {place}: careful" in out
+    assert [warning["text"] for warning in found["runs"]["on"]["warnings"]] == ["careful", "again"]
+    assert "careful" in (tmp_path / "x/ab.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("fake", "said"),
     [

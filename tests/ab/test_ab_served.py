@@ -253,7 +253,8 @@ def test_a_hook_that_attaches_twice_is_said(dreamzero_checkpoint, tmp_path):
     assert status == EQUAL, "the second manager has all sessions"
     (warning,) = found["runs"]["on"]["warnings"]
     assert warning["text"] == "the model was loaded again: 0 sessions of the earlier load are dropped"
-    assert f"WARNING of the plugin with the flag on, heard after 0 steps: {warning['text']}" in said
+    place = "session 1, step 1 (pick up the cup)"
+    assert f"WARNING of the plugin with the flag on, heard with {place}: {warning['text']}" in said
 
 
 @pytest.mark.slow

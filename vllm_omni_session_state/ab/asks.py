@@ -51,6 +51,15 @@ class Ask:
         return self.do in ("close", "generate") or bool(self.words.get("close"))
 
     @property
+    def place(self) -> str:
+        """Where it stands, for a reader."""
+        return f"session {self.session}, step {self.step} ({self.label})"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for scripts."""
+        return {"session": self.session, "step": self.step, "does": self.label}
+
+    @property
     def label(self) -> str:
         """What it is, for a reader."""
         if self.do == "generate":

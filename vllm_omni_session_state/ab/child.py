@@ -264,8 +264,7 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
             try:
                 output = served.answer(ask, arrays)
             except Exception as error:
-                place = f"session {ask.session}, step {ask.step} ({ask.label})"
-                raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
+                raise RuntimeError(f"{ask.place}: {type(error).__name__}: {error}") from error
             seconds = time.monotonic() - begun
             save(file_of(asked.out, ask.number), tensors_of(output, pictures=_pictures(ask)))
             if served.looks:

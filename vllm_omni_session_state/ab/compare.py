@@ -60,7 +60,7 @@ class Difference:
         return self.tensor.startswith(STATE)
 
     def __str__(self) -> str:
-        place = f"session {self.ask.session}, step {self.ask.step} ({self.ask.label}), tensor {self.tensor}"
+        place = f"{self.ask.place}, tensor {self.tensor}"
         if self.numbers is None:
             return f"{place}: {self.off} with the flag off, {self.on} with it on"
         greatest = self.numbers.max_difference

@@ -42,7 +42,7 @@ class Run:
         log: Its log.
         outputs: Folder with its outputs.
         steps: As far as it came.
-        said: What the plugin said at WARNING, and after how many asks it was heard.
+        said: What the plugin said at WARNING, and the number of the ask with which it was heard.
         failure: Why it ended early, in one line.
         seconds: How long it took in all.
     """
@@ -125,16 +125,14 @@ class Result:
     def remarks(self) -> Iterator[str]:
         """What is to be known beside the verdict, a line each."""
         if self.left:
-            first = self.left[0]
-            place = f"session {first.session}, step {first.step} ({first.label})"
-            times = f"{len(self.left):,} of {len(self.asks):,} steps"
-            where = f"after {times}, first {place}"
+            where = f"after {len(self.left):,} of {len(self.asks):,} steps, first {self.left[0].place}"
             yield f"LEFT BEHIND: with the flag on, an ended session was still there {where}."
         for run in (self.off, self.on):
             if run.said:
                 number, text = run.said[0]
                 more = f", the first of {len(run.said):,}" if len(run.said) > 1 else ""
-                yield f"WARNING of the plugin with the {run.word}{more}, heard after {number:,} steps: {text}"
+                place = self.asks[number].place
+                yield f"WARNING of the plugin with the {run.word}{more}, heard with {place}: {text}"
         unread = () if self.comparison is None else self.comparison.unread
         if unread:
             yield f"Session state was not compared after {len(unread):,} steps: {unread[0]}."
@@ -159,7 +157,7 @@ class Result:
             "state_unread": [] if found is None else list(found.unread),
             "first_difference": _difference(differences[0]) if differences else None,
             "differences": [_difference(difference) for difference in differences[:MAX_DIFFERENCES]],
-            "left": [{"session": ask.session, "step": ask.step, "does": ask.label} for ask in self.left],
+            "left": [ask.as_json() for ask in self.left],
             "runs": {"off": self._run(self.off), "on": self._run(self.on)},
         }
 
@@ -169,12 +167,10 @@ class Result:
             "outputs": run.outputs,
             "failure": run.failure,
             "seconds": run.seconds,
-            "warnings": [{"after_steps": number, "text": text} for number, text in run.said],
+            "warnings": [{**self.asks[number].as_json(), "text": text} for number, text in run.said],
             "steps": [
                 {
-                    "session": ask.session,
-                    "step": ask.step,
-                    "does": ask.label,
+                    **ask.as_json(),
                     "seconds": step.seconds,
                     "peak_bytes": step.peak_bytes,
                     "sessions": step.sessions,
@@ -187,9 +183,7 @@ class Result:
 def _difference(difference: Difference) -> dict[str, Any]:
     numbers = difference.numbers
     return {
-        "session": difference.ask.session,
-        "step": difference.ask.step,
-        "does": difference.ask.label,
+        **difference.ask.as_json(),
         "tensor": difference.tensor,
         "off": difference.off,
         "on": difference.on,
