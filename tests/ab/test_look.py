@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionState, SessionStateManager
-from vllm_omni_session_state.ab.child import Stage, _looked_at_whole, served_in
+from vllm_omni_session_state.ab.child import Stage, _last_looks, served_in
 from vllm_omni_session_state.ab.compare import PER_STEP, compare
 from vllm_omni_session_state.ab.look import MOST_SAID, LookingWorker
 from vllm_omni_session_state.ab.robots import Robots
@@ -91,11 +92,11 @@ class Both:
         ranks = (worker.session_state_sizes()["ranks"][0] for worker in (self.off, self.on))
         return [{name: sum(held.values()) for name, held in rank["sizes"].items()} for rank in ranks]
 
-    def compared(self, key, tmp, *, everything=False):
+    def compared(self, key, tmp, *, last=False):
         """What the two are said to differ in."""
         files = tmp / "off.json", tmp / "on.json"
         for file, worker in zip(files, (self.off, self.on), strict=True):
-            answer = worker.session_state_look(key, everything)
+            answer = worker.session_state_look(key, last)
             write_state(file, json.loads(json.dumps(answer["ranks"])))
         return compare_state(*files)
 
@@ -118,19 +119,19 @@ MISTAKES = {
     "language": lambda state: setattr(state, "language", None),
     "vae_enc_feat_map.2": lambda state: flip(state.vae_enc_feat_map[2]),
     "vae_encoder_out": lambda state: flip(state.vae_encoder_out),
-    "video_latents_across_time": lambda state: flip(state.video_latents_across_time[-1]),
+    "video_latents_across_time.-1": lambda state: flip(state.video_latents_across_time[-1]),
     "clip_feas": lambda state: setattr(state, "clip_feas", torch.zeros(1)),
 }
 
 
 @sized(400)
 @given(STEPS, st.booleans())
-def test_while_both_do_the_same_nothing_is_said(tmp_path_factory, steps, everything):
+def test_while_both_do_the_same_nothing_is_said(tmp_path_factory, steps, last):
     both, tmp = Both(), tmp_path_factory.getbasetemp()
     for seed, (does, key) in enumerate(steps):
         getattr(both, does)(key, seed)
         for each in "ab":
-            found = both.compared(each, tmp, everything=everything)
+            found = both.compared(each, tmp, last=last)
             assert (found.unlike, found.unread) == ((), "")
             there = each in both.states
             assert (found.values > 0) == there
@@ -162,8 +163,8 @@ def test_an_earlier_chunk_is_seen_where_everything_is_looked_at(tmp_path):
         both.step("a", seed)
     flip(both.fields("a")[1].video_latents_across_time[0])
     assert both.compared("a", tmp_path).unlike == ()
-    (found,) = both.compared("a", tmp_path, everything=True).unlike
-    assert found.name == "state.video_latents_across_time.0"
+    (found,) = both.compared("a", tmp_path, last=True).unlike
+    assert found.name == "state.video_latents_across_time.-3"
 
 
 def test_a_session_that_only_one_run_has_differs_in_all_that_it_has(tmp_path):
@@ -187,12 +188,37 @@ def test_what_an_ended_session_still_holds_is_named(tmp_path, monkeypatch):
 
     both = Both()
     both.step("a", 1)
-    assert both.compared("a", tmp_path).unlike == ()
+    assert both.compared("a", tmp_path, last=True).unlike == ()
     monkeypatch.setattr(SessionState, "reset", reset)
     both.end("a", 1)
     found = both.compared("a", tmp_path)
     assert "state.prompt_embeds of the session that ended" in {unlike.name for unlike in found.unlike}
     assert both.compared("a", tmp_path).unlike == (), "it is said once"
+
+
+def test_a_session_that_is_evicted_is_held_by_nobody_here(tmp_path):
+    both = Both()
+    both.manager = both.on.model_runner.pipeline._memory_manager = SessionStateManager(max_sessions=1)
+    both.step("a", 1)
+    both.compared("a", tmp_path, last=True)
+    evicted = weakref.ref(both.manager.peek("a"))
+    both.step("b", 1)
+    assert evicted() is not None, "it was to end with its next step"
+    both.compared("b", tmp_path)
+    assert evicted() is None
+    both.end("a", 1)
+    assert both.compared("a", tmp_path).values == 0
+
+
+def test_older_chunks_that_one_run_has_let_go_of_are_what_differs(tmp_path):
+    both = Both()
+    for seed in range(5):
+        both.step("a", seed)
+    del both.fields("a")[1].video_latents_across_time[:-2]
+    assert both.compared("a", tmp_path).unlike == ()
+    found = both.compared("a", tmp_path, last=True).unlike
+    assert [unlike.name for unlike in found] == [f"state.video_latents_across_time.-{n}" for n in (3, 4, 5)]
+    assert {unlike.on for unlike in found} == {"not there"}
 
 
 def test_a_parked_session_is_left_where_it_is_and_that_is_said(tmp_path):
@@ -273,7 +299,7 @@ def _as_it_was():
 
 def test_everything_is_looked_at_before_a_session_ends_or_begins_anew():
     sent = Robots(sessions=3, steps=12).asks
-    whole = set(_looked_at_whole(sent))
+    whole = set(_last_looks(sent))
     by_session = {n: [ask for ask in sent if ask.session == n] for n in (1, 2, 3)}
     closed = next(at for at, ask in enumerate(by_session[2]) if ask.do == "close")
     reset = next(at for at, ask in enumerate(by_session[1]) if ask.do == "reset")

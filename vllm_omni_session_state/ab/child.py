@@ -162,9 +162,9 @@ class Served:
             raise RuntimeError(output.error)
         return output
 
-    def state(self, ask: Ask, *, everything: bool) -> list[Any]:
+    def state(self, ask: Ask, *, last: bool) -> list[Any]:
         """The state of an ask's session as each rank sees it; see `look.LookingWorker`."""
-        return self._ranks("session_state_look", ask.session_id, everything)
+        return self._ranks("session_state_look", ask.session_id, last)
 
     def warned(self) -> list[str]:
         """What the plugin said at WARNING in the workers since this was asked last; each thing once."""
@@ -253,7 +253,7 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
     if stage.extended:
         report(unlooked=f"the stage has a {EXTENSION} of its own")
     served = Served(asked.model or CHECKPOINTS[stage.model], asked.deploy_config, stage=stage)
-    whole = set(_looked_at_whole(sent.asks))
+    last = set(_last_looks(sent.asks))
     with contextlib.closing(served):
         if flag:
             _see_that_it_is_managed(served)
@@ -268,9 +268,7 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
             seconds = time.monotonic() - begun
             save(file_of(asked.out, ask.number), tensors_of(output, pictures=_pictures(ask)))
             if served.looks:
-                write_state(
-                    state_file(asked.out, ask.number), served.state(ask, everything=ask.number in whole)
-                )
+                write_state(state_file(asked.out, ask.number), served.state(ask, last=ask.number in last))
             report(
                 done=ask.number + 1,
                 seconds=seconds,
@@ -281,8 +279,8 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
         report(phase=STOPPING)
 
 
-def _looked_at_whole(asks: Sequence[Ask]) -> Iterator[int]:
-    """Numbers of the asks after which all of a session is looked at: its next one ends it, or begins anew."""
+def _last_looks(asks: Sequence[Ask]) -> Iterator[int]:
+    """Numbers of the asks of which their session's next one ends it, or begins anew."""
     following: dict[int, Ask] = {}
     for ask in reversed(asks):
         after = following.get(ask.session)

@@ -40,16 +40,17 @@ class LookingWorker:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ab_warned = _Warned()
-        self._ab_seen: dict[str, SessionState] = {}
+        self._ab_ending: dict[str, SessionState] = {}
         LOGGER.addHandler(self._ab_warned)  # before the model is loaded, which says most
         super().__init__(*args, **kwargs)
 
-    def session_state_look(self, key: str, everything: bool) -> dict[str, Any]:  # noqa: FBT001 - by position
+    def session_state_look(self, key: str, last: bool) -> dict[str, Any]:  # noqa: FBT001 - by position
         """A session as it is between two steps; looking refreshes nobody, and restores nobody.
 
         Args:
             key: Its id.
-            everything: Look at all chunks of the video so far, not at the last alone.
+            last: What comes next ends it, or begins anew: look at all chunks of its video, not at the newest
+                alone, and see next time whether it has let go of everything.
 
         Returns:
             As `rpc.on_every_rank` says; each rank has ``values``, by name, empty where there is no such
@@ -59,8 +60,8 @@ class LookingWorker:
         def look() -> dict[str, Any]:
             manager = manager_of(self)
             if manager is None:
-                return {"parked": False, "values": dict(_named(self._of_the_model(key), everything))}
-            return self._of_the_manager(manager, key, everything)
+                return {"parked": False, "values": dict(_named(self._of_the_model(key), last))}
+            return self._of_the_manager(manager, key, last)
 
         return on_every_rank(look, ())
 
@@ -98,19 +99,23 @@ class LookingWorker:
             values[ENCODER_OUT] = values[ENCODER_OUT][:, :, -pipeline.num_frame_per_block :]
         return values
 
-    def _of_the_manager(self, manager: SessionStateManager, key: str, everything: bool) -> dict[str, Any]:  # noqa: FBT001
-        session, before = manager.peek(key), self._ab_seen.pop(key, None)
+    def _of_the_manager(self, manager: SessionStateManager, key: str, last: bool) -> dict[str, Any]:  # noqa: FBT001
+        session, before = manager.peek(key), self._ab_ending.pop(key, None)
+        # Evicted meanwhile: then whoever holds it keeps it whole, and here nobody shall.
+        for other in [name for name, held in self._ab_ending.items() if manager.peek(name) is not held]:
+            del self._ab_ending[other]
         found = {}
         if before is not None and before is not session and not before.parked:
-            # Held here, as a caller may hold it: all that it had must be let go of nevertheless.
-            found = {f"{name} of the session that ended": seen for name, seen in _named(_held(before), False)}
+            found = {f"{name} of the session that ended": seen for name, seen in _named(_held(before), last)}
         if session is None:
             return {"parked": False, "values": found}
-        self._ab_seen[key] = session
+        if last:
+            # Held, as a caller may hold it: at its end all that it has must be let go of nevertheless.
+            self._ab_ending[key] = session
         if session.parked:
             return {"parked": True, "values": found}
-        values = _held(whole(session) if everything else session)
-        return {"parked": False, "values": {**dict(_named(values, everything)), **found}}
+        values = _held(whole(session) if last else session)
+        return {"parked": False, "values": {**dict(_named(values, last)), **found}}
 
 
 class _Warned(logging.Handler):
@@ -151,11 +156,12 @@ def _held(session: SessionState) -> dict[str, Any]:
     return {**session.attrs, **objects}
 
 
-def _named(values: dict[str, Any], everything: bool) -> Iterator[tuple[str, Seen]]:  # noqa: FBT001
+def _named(values: dict[str, Any], last: bool) -> Iterator[tuple[str, Seen]]:  # noqa: FBT001
     for name, value in values.items():
         items = list(value) if hasattr(value, "append") else value  # a deque is walked as a list is
-        if name == FIELD and not everything:
-            items = items[-1:]
+        if name == FIELD:  # from the newest on, for one run may have let go of older ones
+            chunks = list(items)[::-1] if last else list(items)[-1:][::-1]
+            items = {f"-{number}": chunk for number, chunk in enumerate(chunks, 1)}
         for place, item in walked(items, name):
             yield place, _seen(item)
 
