@@ -1,7 +1,7 @@
 """Stands in for a served run: it reports and writes as `child` does, and does what a test wants it to.
 
-``AB_FAKE`` says what, in words: ``off`` or ``on``, then ``differs``, ``dies``, ``fails``, ``warns`` or
-``other``.
+``AB_FAKE`` says what, in words: ``off`` or ``on``, then ``differs``, ``dies``, ``fails``, ``warns``,
+``sleeps`` or ``other``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import made
@@ -17,7 +18,7 @@ import numpy as np
 
 from vllm_omni_session_state.ab.jobs import FLAG, THREADS
 from vllm_omni_session_state.ab.recording import Recording, write_recording
-from vllm_omni_session_state.ab.reports import reporting
+from vllm_omni_session_state.ab.reports import end_with_reader, reporting
 from vllm_omni_session_state.ab.robots import Robots
 
 
@@ -40,6 +41,7 @@ def main():
         *(os.environ[name] for name in THREADS),
         os.environ.get(f"{FLAG}_MAX_SESSIONS"),
     )
+    end_with_reader(asked.events)
     with reporting(asked.events) as report:
         report(phase="loading")
         steps = asked.steps + (does == "other")
@@ -53,6 +55,8 @@ def main():
             if does and ask.number == 2:
                 if does == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if does == "sleeps":
+                    time.sleep(600)
                 if does == "fails":
                     raise RuntimeError("session 1, step 2\nwas refused")
             actions = np.arange(3, dtype=np.float32) + (does == "differs" and ask.number >= 2)

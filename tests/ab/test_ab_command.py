@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from vllm_omni_session_state.ab import run
+from vllm_omni_session_state.ab.asks import numbered
 from vllm_omni_session_state.ab.jobs import FLAG
+from vllm_omni_session_state.ab.recording import write_recording
+from vllm_omni_session_state.ab.robots import Robots
 from vllm_omni_session_state.cli.main import main
 
 HERE = Path(__file__).parent
@@ -116,10 +122,115 @@ def test_what_was_recorded_is_replayed(ab, tmp_path):
     assert places[0] == places[1]
 
 
+def test_a_report_that_cannot_be_written_is_said_after_the_verdict(ab, tmp_path, monkeypatch):
+    def page(result):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "page", page)
+    status, out, _ = ab("--out", "x", fake="on differs")
+    assert status == 2
+    assert "COULD NOT RUN: the report cannot be written: [Errno 28] No space left on device" in out
+    assert "DIFFERENT: 4 of 6 outputs of 6 steps. The first:" in out
+    assert "There is no report: [Errno 28] No space left on device" in out
+    status, out, _ = ab("--out", "y", fake="off dies")
+    assert "COULD NOT RUN: the process with the flag off failed: its process ended early" in out
+
+
+def test_a_strangers_prompt_moves_no_cursor(ab, tmp_path):
+    sent = Robots(sessions=1, steps=3)
+    prompt = "\x1b[31mred\x07\nEQUAL: all is fine [bold]<b>\u202e"
+    sent.asks = numbered([(1, "step", {"prompt": prompt, "seed": n}) for n in range(4)])
+    write_recording(tmp_path / "sent", sent)
+    status, out, _ = ab("--out", "x", "--replay", "sent", fake="on differs")
+    assert status == 1
+    assert all(sign.isprintable() or sign == "\n" for sign in out)
+    assert not [line for line in out.splitlines() if line.startswith("EQUAL")]
+    assert "(\\x1b[31mred\\x07\\nEQUAL: all is fine [bold]<b>\\u202e)" in out
+    text = (tmp_path / "x/ab.html").read_text()
+    assert all(sign.isprintable() or sign == "\n" for sign in text)
+    assert json.loads((tmp_path / "x/ab.json").read_text())["runs"]["on"]["steps"][0]["does"] == prompt
+
+
+def started(tmp_path, *arguments, fake=""):
+    """The command in a process of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from vllm_omni_session_state.ab import run\n"
+        "from vllm_omni_session_state.cli.main import main\n"
+        "run.CHILD = 'fake_child'\n"
+        "sys.exit(main(['ab', '--deploy-config', __file__, '--out', *sys.argv[1:]]))\n"
+    )
+    path = os.pathsep.join([str(HERE), *(part for part in sys.path if part)])
+    environment = {**os.environ, "PYTHONPATH": path, "AB_FAKE": fake}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "x"), *arguments], env=environment, **pipes
+    )
+
+
+def test_when_nobody_reads_any_more_the_report_is_written_all_the_same(tmp_path):
+    process = started(tmp_path, fake="on differs")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert json.loads((tmp_path / "x/ab.json").read_text())["verdict"] == "different"
+
+
+def until(condition):
+    """Wait until it holds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def child_of(pid):
+    """The pid of a process's only child."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True
+    )
+    (child,) = found.stdout.split()
+    return int(child)
+
+
+def alive(pid):
+    """Whether it is there, and not dead with nobody to collect it."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_leaves_no_process_and_what_came_until_then(tmp_path, number):
+    process = started(tmp_path, fake="on sleeps")
+    until((tmp_path / "x/on/000001.safetensors").exists)
+    child = child_of(process.pid)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (2, "")
+    assert "COULD NOT RUN: it was stopped" in out
+    assert ("by SIGTERM" in out) == (number == signal.SIGTERM)
+    assert "As far as both came, all 2 outputs of 2 steps are equal." in out
+    assert not alive(child)
+    assert json.loads((tmp_path / "x/ab.json").read_text())["compared"] == 2
+
+
+def test_when_the_command_is_killed_its_process_ends_at_once(tmp_path):
+    process = started(tmp_path, fake="off sleeps")
+    until((tmp_path / "x/off/000001.safetensors").exists)
+    child = child_of(process.pid)
+    process.kill()
+    process.communicate()
+    until(lambda: not alive(child))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--deploy-config", "none.yaml"], "there is no deploy YAML none.yaml"),
+        (["--model", "./none"], "there is no checkpoint folder ./none"),
         (["--steps", "0"], "--steps 0 is not one of 1 to 1000"),
         (["--steps", "1001"], "--steps 1001 is not one of 1 to 1000"),
         (["--sessions", "65"], "--sessions 65 is not one of 1 to 64"),

@@ -179,6 +179,7 @@ def recorded(model=DREAMZERO, asks=(STEP,), format_=1):
         (recorded(asks=[{**STEP, "run": "rm"}]), SEEN, "says run='rm'"),
         (recorded(asks=[{"session": 1, "do": "step", "seed": 0}]), SEEN, "says prompt=None"),
         (recorded(asks=[{**STEP, "seed": -1}]), SEEN, "says seed=-1"),
+        (recorded(asks=[{**STEP, "prompt": "a \ud800"}]), SEEN, "says prompt='a .ud800'"),
         (recorded(), {}, "nothing is seen with ask 0"),
         (recorded(), {**SEEN, "1/joints": np.zeros(1)}, "belongs to no ask"),
         (recorded(), {**SEEN, "joints": np.zeros(1)}, "belongs to no ask"),

@@ -151,7 +151,7 @@ def test_a_model_whose_sessions_are_requests_has_no_plot_of_them(tmp_path):
         for run in (result.off, result.on):
             run.steps = [Step(step.seconds, step.peak_bytes, held) for step in run.steps]
         text = " ".join(Read(page(result)).texts)
-        assert ("0 bytes of it are left" in text) == said
+        assert ("0 bytes are left" in text) == said
         assert ("Session state" in text) == said, "where nobody can look, nothing is said"
 
 

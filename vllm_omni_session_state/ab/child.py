@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from vllm_omni_session_state.ab.clips import Clips
 from vllm_omni_session_state.ab.compare import file_of
 from vllm_omni_session_state.ab.outputs import save, tensors_of
 from vllm_omni_session_state.ab.recording import Recording, write_recording
-from vllm_omni_session_state.ab.reports import Report, reporting
+from vllm_omni_session_state.ab.reports import Report, end_with_reader, reporting
 from vllm_omni_session_state.ab.robots import Robots
 from vllm_omni_session_state.ab.states import state_file, write_state
 from vllm_omni_session_state.config import ENV_FLAG
@@ -170,8 +171,11 @@ class Served:
         """What the plugin said at WARNING in the workers since this was asked last; each thing once."""
         if not self.looks:
             return []
+        names = _names()
         said = (text for rank in self._ranks("session_state_warned") for text in rank["said"])
-        return list(dict.fromkeys(said))
+        return list(
+            dict.fromkeys(_SHOWN.sub(lambda found: names.get(found[0], found[0]), text) for text in said)
+        )
 
     def sessions(self) -> dict[str, dict[str, int]] | None:
         """Bytes by device of each session, over all ranks; by the id that was sent, or as a listing shows it.
@@ -183,7 +187,7 @@ class Served:
         """
         if not self.looks:
             return None
-        names = {shown(f"ab-{number}"): f"session {number}" for number in range(1, MAX_SESSIONS + 1)}
+        names = _names()
         found: dict[str, dict[str, int]] = {}
         for rank in self._ranks("session_state_sizes"):
             if not rank["ok"]:
@@ -197,6 +201,14 @@ class Served:
     def _ranks(self, method: str, *args: Any) -> list[Any]:
         """What each rank of each replica answers."""
         return [rank for answer in self.call(method, *args) for rank in answer["ranks"]]
+
+
+def _names() -> dict[str, str]:
+    """A session as a listing or a line of the log shows it -> what the report calls it."""
+    return {shown(f"ab-{number}"): f"session {number}" for number in range(1, MAX_SESSIONS + 1)}
+
+
+_SHOWN = re.compile(r"\bs-[0-9a-f]{12}\b")
 
 
 def _step(ask: Ask, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -313,6 +325,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("events", type=int, help="file descriptor")
     asked = parser.parse_args()
+    end_with_reader(asked.events)
     with reporting(asked.events) as report:
         export_key()  # the workers show sessions as this process does
         serve(asked, report, flag=os.environ.get(ENV_FLAG) == "1")

@@ -79,7 +79,7 @@ class Comparison:
         differences: In the order in which they came, an ask's outputs before its state.
         values: Values of session state that were compared, those that only one run has among them.
         values_different: Those that are not the same in both runs.
-        unread: Why state was not compared after some asks, in one line each.
+        unread: Asks after which state was not compared, each with the reason, in one line.
     """
 
     outputs: int
@@ -87,7 +87,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     values: int = 0
     values_different: int = 0
-    unread: tuple[str, ...] = ()
+    unread: tuple[tuple[Ask, str], ...] = ()
 
     @property
     def outputs_different(self) -> int:
@@ -141,7 +141,7 @@ def compare(off: Path, on: Path, asks: Sequence[Ask]) -> Comparison:
         state = compare_state(state_file(off, ask.number), state_file(on, ask.number))
         values += state.values
         values_different += len(state.unlike)
-        unread += [state.unread] if state.unread else []
+        unread += [(ask, state.unread)] if state.unread else []
         differences += [Difference(ask, each.name, each.off, each.on, None) for each in state.unlike]
     return Comparison(outputs, nbytes, tuple(differences), values, values_different, tuple(unread))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_omni_session_state.ab.asks import Ask
 from vllm_omni_session_state.ab.compare import Comparison, Difference
+from vllm_omni_session_state.ab.words import some
 
 FORMAT = 1
 EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
@@ -99,8 +100,8 @@ class Result:
         found = self.comparison
         if found is None:
             return "nothing"
-        state = f" and {found.values:,} values of session state" if found.values else ""
-        return f"{found.outputs:,} outputs of {self.both:,} steps{state}"
+        state = f" and {some(found.values, 'value')} of session state" if found.values else ""
+        return f"{some(found.outputs, 'output')} of {some(self.both, 'step')}{state}"
 
     @property
     def unequal(self) -> str:
@@ -108,8 +109,9 @@ class Result:
         found = self.comparison
         if found is None:
             return "nothing"
-        state = f" and {found.values_different:,} of {found.values:,} values of session state"
-        outputs = f"{found.outputs_different:,} of {found.outputs:,} outputs of {self.both:,} steps"
+        state = f" and {found.values_different:,} of {some(found.values, 'value')} of session state"
+        outputs = f"{found.outputs_different:,} of {some(found.outputs, 'output')}"
+        outputs += f" of {some(self.both, 'step')}"
         return outputs + (state if found.values else "")
 
     @property
@@ -125,7 +127,8 @@ class Result:
     def remarks(self) -> Iterator[str]:
         """What is to be known beside the verdict, a line each."""
         if self.left:
-            where = f"after {len(self.left):,} of {len(self.asks):,} steps, first {self.left[0].place}"
+            times = f"{len(self.left):,} of {some(len(self.asks), 'step')}"
+            where = f"after {times}, first {self.left[0].place}"
             yield f"LEFT BEHIND: with the flag on, an ended session was still there {where}."
         for run in (self.off, self.on):
             if run.said:
@@ -135,7 +138,9 @@ class Result:
                 yield f"WARNING of the plugin with the {run.word}{more}, heard with {place}: {text}"
         unread = () if self.comparison is None else self.comparison.unread
         if unread:
-            yield f"Session state was not compared after {len(unread):,} steps: {unread[0]}."
+            first, why = unread[0]
+            times = some(len(unread), "step")
+            yield f"Session state was not compared after {times}, first {first.place}: {why}."
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -154,7 +159,7 @@ class Result:
             "outputs_different": 0 if found is None else found.outputs_different,
             "state_values": 0 if found is None else found.values,
             "state_values_different": 0 if found is None else found.values_different,
-            "state_unread": [] if found is None else list(found.unread),
+            "state_unread": [{**ask.as_json(), "why": why} for ask, why in found.unread] if found else [],
             "first_difference": _difference(differences[0]) if differences else None,
             "differences": [_difference(difference) for difference in differences[:MAX_DIFFERENCES]],
             "left": [ask.as_json() for ask in self.left],

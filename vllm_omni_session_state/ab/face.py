@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -10,6 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from vllm_omni_session_state.ab.course import Course
+
+
+class LastingConsole(Console):
+    """Goes on without a word when nobody reads any more (``| head``): what is to be written is written."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else Python itself complains when it flushes at its end
+        os.close(nowhere)
 
 
 def clock(seconds: float) -> str:

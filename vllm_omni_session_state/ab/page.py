@@ -9,6 +9,7 @@ import html
 
 from vllm_omni_session_state.ab import sections
 from vllm_omni_session_state.ab.document import WORDS, Result
+from vllm_omni_session_state.ab.words import printable
 
 STYLE = """
 :root { --ink: #1c2326; --soft: #5a676d; --paper: #fff; --box: #f3f6f6; --rule: #d5dddd; --good: #0b6e4f;
@@ -70,7 +71,7 @@ def page(result: Result) -> str:
         sections.about(result),
         sections.every_step(result),
     )
-    return f"""<!doctype html>
+    text = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -85,3 +86,4 @@ def page(result: Result) -> str:
 </body>
 </html>
 """
+    return printable(text, keep="\n")

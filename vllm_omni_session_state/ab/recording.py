@@ -156,4 +156,6 @@ def _fits(name: str, value: object, wanted: type | None) -> bool:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     if wanted is int:
         return type(value) is int and int(name in _AT_LEAST_ONE) <= value <= _MAX_WHOLE
+    if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        return False  # half a sign: JSON can say it, and no page and no terminal can show it
     return wanted is not None and type(value) is wanted

@@ -5,12 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 Report = Callable[..., None]
 """Reports one event: its keyword arguments."""
+
+
+def end_with_reader(descriptor: int) -> None:
+    """Have this process and all that it started end at once when nobody reads its reports any more.
+
+    Its parent may be killed, and nobody would end it: it would hold a device, and load for long. Only for a
+    process that `run_job` started, which leads a group of its own.
+    """
+
+    def wait() -> None:
+        waiting = select.poll()
+        waiting.register(descriptor, 0)  # of the end that writes: an error is that nobody reads
+        waiting.poll()
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager

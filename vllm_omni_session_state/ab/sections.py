@@ -19,6 +19,7 @@ from vllm_omni_session_state.ab.plots import (
     seconds_plot,
     seconds_text,
 )
+from vllm_omni_session_state.ab.words import some
 
 SHOWN = 50
 """Rows of differences on the page; all are counted."""
@@ -79,24 +80,26 @@ def session_bytes(result: Result) -> str:
         return ""
     text = (
         "Bytes of the model's state after each step, counted alike in both runs: each region of memory once, "
-        "without weights, and without attention KV, which is the engine's in both."
+        "without weights, and without attention KV, which is the engine's in both. What is parked counts as "
+        "it lies there: one block, attention KV and all."
     )
     head = f"<h2>Session state</h2><p>{text}</p>"
     devices = sorted({device for totals in held.values() for device in totals})
     if not devices:
         return (
-            head + "<p>No session was there after any step: here a session lasts as long as its request, and "
-            "0 bytes of it are left.</p>"
+            head + "<p>No session was there after any step, and 0 bytes are left: each had ended with its "
+            "step, as Cosmos3's always do.</p>"
         )
     figures = []
     for device in devices:
         together = [
             _line_of(run, _summed(held[run.word].get(device, {}).values())) for run in (result.off, result.on)
         ]
-        figures.append(_bytes_figure(f"All sessions on {device}, both runs", together))
+        where = device if device.startswith("parked") else f"on {device}"
+        figures.append(_bytes_figure(f"All sessions {where}", together))
         for word, totals in held.items():
             if device in totals:
-                figures.append(_bytes_figure(f"Each session on {device}, {word}", _each(totals[device])))
+                figures.append(_bytes_figure(f"Each session {where}, {word}", _each(totals[device])))
     return head + _figures(figures)
 
 
@@ -193,16 +196,20 @@ def every_step(result: Result) -> str:
     """All steps, folded."""
     rows = []
     for ask in result.asks:
-        off, on = (
+        steps = [
             run.steps[ask.number] if ask.number < len(run.steps) else None for run in (result.off, result.on)
+        ]
+        took = ("" if step is None else seconds_text(step.seconds) for step in steps)
+        held = (
+            "" if step is None or step.sessions is None else bytes_text(_held(step, ask)) for step in steps
         )
-        held = "" if on is None or on.sessions is None else bytes_text(_held(on, ask))
-        took = ("" if step is None else seconds_text(step.seconds) for step in (off, on))
-        rows.append((str(ask.number + 1), str(ask.session), str(ask.step), ask.label, *took, held))
-    heads = ("", "session", "step", "does", "flag off", "flag on", "its session after it")
-    table = _table(heads, rows, numbers={0, 1, 2, 4, 5, 6})
+        rows.append((str(ask.number + 1), str(ask.session), str(ask.step), ask.label, *took, *held))
+    heads = ("", "session", "step", "does", "off took", "on took", "off: its session", "on: its session")
+    table = _table(heads, rows, numbers={0, 1, 2, *range(4, 8)})
     return (
-        f"<h2>Every step</h2><details><summary>{len(rows):,} steps</summary>{table}</details>" if rows else ""
+        f"<h2>Every step</h2><details><summary>{some(len(rows), 'step')}</summary>{table}</details>"
+        if rows
+        else ""
     )
 
 

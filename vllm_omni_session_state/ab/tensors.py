@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +85,17 @@ def write_tensors(
         header[name] = {"dtype": kind.dtype, "shape": list(kind.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with open(path, "wb", opener=_for_its_owner) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for kind, content in zip(kinds.values(), contents, strict=True):
             if len(content) != kind.nbytes:
                 raise ValueError(f"{len(content)} bytes are not the content of {kind}")
             file.write(content)
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    """A recording has prompts and pictures in it."""
+    return os.open(path, flags, 0o600)
 
 
 class TensorFile:
@@ -134,12 +140,16 @@ class TensorFile:
         """The JSON document.
 
         Raises:
-            DamagedFileError: There is none.
+            DamagedFileError: There is none, or it is no JSON.
         """
         try:
-            return json.loads(self._metadata[DOCUMENT])
-        except (TypeError, KeyError, ValueError, RecursionError) as error:
+            text = self._metadata[DOCUMENT]
+        except (TypeError, KeyError) as error:
             raise self.damaged(f"there is no document {DOCUMENT!r} in its metadata") from error
+        try:
+            return json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.damaged(f"the document {DOCUMENT!r} in its metadata is no JSON") from error
 
     def content(self, name: str) -> bytes:
         """The bytes of a tensor.

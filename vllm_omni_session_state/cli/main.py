@@ -78,9 +78,7 @@ def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
 
 def _ab(asked: argparse.Namespace) -> int:
     try:
-        from rich.console import Console  # noqa: PLC0415 - scripts need no tables
-
-        from vllm_omni_session_state.ab import jobs, run  # noqa: PLC0415
+        from vllm_omni_session_state.ab import face, jobs, run  # noqa: PLC0415 - they need rich
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise
@@ -88,7 +86,7 @@ def _ab(asked: argparse.Namespace) -> int:
     names = ("deploy_config", "model", "sessions", "steps", "record", "replay", "out")
     options = run.Options(**{name: getattr(asked, name) for name in names})
     try:
-        return run.ab(options, Console(highlight=False))
+        return run.ab(options, face.LastingConsole(highlight=False))
     except jobs.CouldNotRunError as error:
         raise CommandError(str(error)) from error
 
@@ -133,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
             "ab",
             help="is every bit equal with the flag off and on? Serves a deployment twice and compares",
             description="Serves one deploy YAML twice, with only the flag flipped, sends both the same and "
-            "compares every output bit by bit.",
+            "compares every output, and the session state that each step leaves, bit by bit.",
             epilog="exit status: 0 equal; 1 different; 2 could not run",
         )
     )

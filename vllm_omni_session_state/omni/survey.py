@@ -123,6 +123,8 @@ def read_deploy_config(path: str) -> Mapping[str, Any]:
     """
     try:
         found = _imported("vllm_omni.config.stage_config").resolve_deploy_yaml(path)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no deploy config: it is no mapping with a list of stages") from error
     except Exception as error:  # what the host and its libraries raise at whatever they cannot read
         raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     stages = found.get("stages") if isinstance(found, Mapping) else None

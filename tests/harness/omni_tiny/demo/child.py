@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_tiny.demo.scenarios import SCENARIOS
-from vllm_omni_session_state.ab.reports import reporting
+from vllm_omni_session_state.ab.reports import end_with_reader, reporting
 
 if TYPE_CHECKING:
     from omni_tiny.demo.scenarios import Scenario
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("events", type=int, help="file descriptor")
     arguments = parser.parse_args()
+    end_with_reader(arguments.events)
     with reporting(arguments.events) as report:
         for name in arguments.scenarios:
             scenario, folder = SCENARIOS[name](), arguments.folder / name
