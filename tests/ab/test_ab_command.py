@@ -155,9 +155,10 @@ def started(tmp_path, *arguments, fake=""):
     """The command in a process of its own."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\n"
+        "import signal, sys\n"
         "from vllm_omni_session_state.ab import run\n"
         "from vllm_omni_session_state.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where tests run behind a shell
         "run.CHILD = 'fake_child'\n"
         "sys.exit(main(['ab', '--deploy-config', __file__, '--out', *sys.argv[1:]]))\n"
     )
