@@ -28,6 +28,27 @@ def say_once(level: int, key: tuple[str, ...], message: str, *args: object) -> N
     LOGGER.log(level, message, *args)
 
 
+MOST_HEARD = 100
+
+
+class Heard(logging.Handler):
+    """Keeps the first `MOST_HEARD` of what is said at WARNING or above while it is a handler."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        if len(self._said) < MOST_HEARD:
+            self._said.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        """What there is, which is then forgotten."""
+        said, self._said = self._said, []
+        return said
+
+
 def forget_said() -> None:
     """Let every message be said again (a test's fresh start; a process keeps what it said)."""
     _said.clear()

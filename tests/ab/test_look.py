@@ -19,11 +19,11 @@ from profiles import sized
 from vllm_omni_session_state import SessionState, SessionStateManager
 from vllm_omni_session_state.ab.child import Stage, _last_looks, served_in
 from vllm_omni_session_state.ab.compare import PER_STEP, compare
-from vllm_omni_session_state.ab.look import MOST_SAID, LookingWorker
+from vllm_omni_session_state.ab.look import LookingWorker
 from vllm_omni_session_state.ab.robots import Robots
 from vllm_omni_session_state.ab.states import compare_state, state_file, write_state
 from vllm_omni_session_state.adapters.dreamzero import view_of
-from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.events import LOGGER, MOST_HEARD
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.tiers.host import HostTier
 
@@ -281,10 +281,10 @@ def test_differences_of_state_come_after_those_of_outputs_and_few_of_a_step_are_
 def test_what_the_plugin_warns_of_is_taken_once_and_is_bounded():
     worker = Worker(SimpleNamespace())
     LOGGER.info("nothing")
-    for number in range(MOST_SAID + 1):
+    for number in range(MOST_HEARD + 1):
         LOGGER.warning("careful: %d", number)
     (rank,) = worker.session_state_warned()["ranks"]
-    assert rank["said"] == [f"careful: {number}" for number in range(MOST_SAID)]
+    assert rank["said"] == [f"careful: {number}" for number in range(MOST_HEARD)]
     (rank,) = worker.session_state_warned()["ranks"]
     assert rank["said"] == []
 

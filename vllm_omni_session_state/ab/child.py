@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from vllm_omni_session_state.ab.reports import Report, end_with_reader, reportin
 from vllm_omni_session_state.ab.robots import Robots
 from vllm_omni_session_state.ab.states import state_file, write_state
 from vllm_omni_session_state.config import ENV_FLAG
-from vllm_omni_session_state.ids import export_key, shown
+from vllm_omni_session_state.ids import export_key, hashed
 from vllm_omni_session_state.omni.survey import read_deploy_config
 
 LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
@@ -126,6 +125,10 @@ class Served:
         from vllm_omni.entrypoints.omni import Omni  # noqa: PLC0415 - the host, and only here
 
         self._stage = stage.number
+        ids = {
+            f"ab-{number}": f"session {number}" for number in range(MAX_SESSIONS, 0, -1)
+        }  # ab-12, then ab-1
+        self._names = {**{hashed(session): name for session, name in ids.items()}, **ids}
         self.looks = not stage.extended
         more = {"stage_overrides": {str(stage.number): {EXTENSION: LOOK}}} if self.looks else {}
         self._omni = Omni(model=checkpoint, deploy_config=deploy, **more)
@@ -171,11 +174,8 @@ class Served:
         """What the plugin said at WARNING in the workers since this was asked last; each thing once."""
         if not self.looks:
             return []
-        names = _names()
         said = (text for rank in self._ranks("session_state_warned") for text in rank["said"])
-        return list(
-            dict.fromkeys(_SHOWN.sub(lambda found: names.get(found[0], found[0]), text) for text in said)
-        )
+        return list(dict.fromkeys(map(self._named, said)))
 
     def sessions(self) -> dict[str, dict[str, int]] | None:
         """Bytes by device of each session, over all ranks; by the id that was sent, or as a listing shows it.
@@ -187,28 +187,25 @@ class Served:
         """
         if not self.looks:
             return None
-        names = _names()
         found: dict[str, dict[str, int]] = {}
         for rank in self._ranks("session_state_sizes"):
             if not rank["ok"]:
                 raise RuntimeError(f"rank {rank['rank']} cannot count its sessions: {rank['error']}")
             for session, sizes in rank["sizes"].items():
-                held = found.setdefault(names.get(session, session), {})
+                held = found.setdefault(self._named(session), {})
                 for device, nbytes in sizes.items():
                     held[device] = held.get(device, 0) + nbytes
         return found
 
+    def _named(self, text: str) -> str:
+        """A text with sessions named as the report names them, not as a listing or a log shows them."""
+        for session, name in self._names.items():
+            text = text.replace(session, name)
+        return text
+
     def _ranks(self, method: str, *args: Any) -> list[Any]:
         """What each rank of each replica answers."""
         return [rank for answer in self.call(method, *args) for rank in answer["ranks"]]
-
-
-def _names() -> dict[str, str]:
-    """A session as a listing or a line of the log shows it -> what the report calls it."""
-    return {shown(f"ab-{number}"): f"session {number}" for number in range(1, MAX_SESSIONS + 1)}
-
-
-_SHOWN = re.compile(r"\bs-[0-9a-f]{12}\b")
 
 
 def _step(ask: Ask, arrays: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -78,7 +78,6 @@ class Comparison:
         nbytes: Bytes of those of the run with the flag off.
         differences: In the order in which they came, an ask's outputs before its state.
         values: Values of session state that were compared, those that only one run has among them.
-        values_different: Those that are not the same in both runs.
         unread: Asks after which state was not compared, each with the reason, in one line.
     """
 
@@ -86,8 +85,12 @@ class Comparison:
     nbytes: int
     differences: tuple[Difference, ...]
     values: int = 0
-    values_different: int = 0
     unread: tuple[tuple[Ask, str], ...] = ()
+
+    @property
+    def values_different(self) -> int:
+        """Values of session state that are not the same in both runs."""
+        return sum(difference.of_state for difference in self.differences)
 
     @property
     def outputs_different(self) -> int:
@@ -122,7 +125,7 @@ def compare(off: Path, on: Path, asks: Sequence[Ask]) -> Comparison:
         DamagedFileError: A file is damaged.
         OSError: A file is not there.
     """
-    outputs = nbytes = values = values_different = 0
+    outputs = nbytes = values = 0
     differences, unread = [], []
     for ask in asks:
         mine, theirs = TensorFile(file_of(off, ask.number)), TensorFile(file_of(on, ask.number))
@@ -140,10 +143,9 @@ def compare(off: Path, on: Path, asks: Sequence[Ask]) -> Comparison:
             differences.append(Difference(ask, name, first, second, numbers))
         state = compare_state(state_file(off, ask.number), state_file(on, ask.number))
         values += state.values
-        values_different += len(state.unlike)
         unread += [(ask, state.unread)] if state.unread else []
         differences += [Difference(ask, each.name, each.off, each.on, None) for each in state.unlike]
-    return Comparison(outputs, nbytes, tuple(differences), values, values_different, tuple(unread))
+    return Comparison(outputs, nbytes, tuple(differences), values, tuple(unread))
 
 
 def numbers_of(kind: Kind, off: bytes, on: bytes) -> Numbers | None:

@@ -7,14 +7,13 @@ It is the worker's extension by the host's own setting, ``worker_extension_cls``
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_omni_session_state.ab.outputs import walked
 from vllm_omni_session_state.adapters.latents import FIELD, whole
-from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.events import LOGGER, Heard
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import DEFAULT, shown
 from vllm_omni_session_state.listing import Entry
@@ -30,8 +29,6 @@ Seen = tuple[str, str]
 ENCODER_OUT = "vae_encoder_out"
 """DreamZero keeps all frames of it and reads the last ``num_frame_per_block``; the manager keeps those."""
 
-MOST_SAID = 100
-
 
 class LookingWorker:
     """Added to the host's worker class, before it."""
@@ -39,7 +36,7 @@ class LookingWorker:
     model_runner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._ab_warned = _Warned()
+        self._ab_warned = Heard()
         self._ab_ending: dict[str, SessionState] = {}
         LOGGER.addHandler(self._ab_warned)  # before the model is loaded, which says most
         super().__init__(*args, **kwargs)
@@ -116,24 +113,6 @@ class LookingWorker:
             return {"parked": True, "values": found}
         values = _held(whole(session) if last else session)
         return {"parked": False, "values": {**dict(_named(values, last)), **found}}
-
-
-class _Warned(logging.Handler):
-    """Keeps the first of what the plugin says at WARNING or above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        if len(self._said) < MOST_SAID:
-            self._said.append(record.getMessage())
-
-    def taken(self) -> list[str]:
-        """What there is, which is then forgotten."""
-        said, self._said = self._said, []
-        return said
 
 
 def _without_engine(entry: Entry) -> dict[str, int]:

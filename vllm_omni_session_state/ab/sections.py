@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vllm_omni_session_state.ab.asks import Ask
 from vllm_omni_session_state.ab.compare import Difference
@@ -103,30 +103,29 @@ def session_bytes(result: Result) -> str:
     return head + _figures(figures)
 
 
-Points = tuple[tuple[int, float], ...]
+Points = Sequence[tuple[int, float]]
 
 
-def _by_device(run: Run) -> dict[str, dict[str, Points]]:
+def _by_device(run: Run) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Bytes over steps by device and session."""
-    totals: dict[str, dict[str, Points]] = {}
+    totals: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for number, step in enumerate(run.steps, 1):
         for name, held in (step.sessions or {}).items():
             for device, nbytes in held.items():
-                sessions = totals.setdefault(device, {})
-                sessions[name] = (*sessions.get(name, ()), (number, nbytes))
+                totals.setdefault(device, {}).setdefault(name, []).append((number, nbytes))
     return totals
 
 
-def _summed(lines: Iterable[Points]) -> Points:
+def _summed(lines: Iterable[Points]) -> tuple[tuple[int, float], ...]:
     summed: Counter[int] = Counter()
     for points in lines:
         summed.update({number: int(nbytes) for number, nbytes in points})
     return tuple(sorted(summed.items()))
 
 
-def _each(sessions: dict[str, Points]) -> list[Line]:
+def _each(sessions: Mapping[str, Points]) -> list[Line]:
     names = sorted(sessions, key=lambda name: (len(name), name))
-    lines = [Line(name, sessions[name], number) for number, name in enumerate(names[: COLOURS - 1])]
+    lines = [Line(name, tuple(sessions[name]), number) for number, name in enumerate(names[: COLOURS - 1])]
     if rest := names[COLOURS - 1 :]:
         points = _summed(sessions[name] for name in rest)
         lines.append(Line(f"{len(rest)} more together", points, COLOURS - 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,12 @@ def compare_state(off: Path, on: Path) -> StateComparison:
     count, unlike = 0, []
     for first, second in zip(mine, theirs, strict=True):
         place = f" on rank {first['rank']}" if len(mine) > 1 else ""
-        for name in _names(first["values"], second["values"]):
+        for name in {**first["values"], **second["values"]}:
             count += 1
             seen = first["values"].get(name), second["values"].get(name)
             if seen[0] != seen[1]:
                 unlike.append(Unlike(f"{STATE}{name}{place}", *_said(*seen)))
     return StateComparison(count, tuple(unlike))
-
-
-def _names(*values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name for each in values for name in each))
 
 
 def _said(off: list[str] | None, on: list[str] | None) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_omni_session_state.config import Settings
 from vllm_omni_session_state.errors import SeamMismatchError
-from vllm_omni_session_state.events import LOGGER, forget_said
+from vllm_omni_session_state.events import LOGGER, Heard, forget_said
 from vllm_omni_session_state.omni import budgets, seams, serving
 
 TESTED = {"vllm": "0.30.0", "vllm_omni": "0.30.0", "torch": "2.13.0"}
@@ -135,8 +135,7 @@ def read_deploy_config(path: str) -> Mapping[str, Any]:
 
 def ignored(settings: Settings) -> tuple[str, list[str]]:
     """What a worker would say of its budgets, and which settings it would ignore, each with the reason."""
-    said: list[str] = []
-    handler = _Into(said)
+    handler = Heard()
     before = LOGGER.propagate, LOGGER.level
     LOGGER.propagate = False
     LOGGER.setLevel(logging.WARNING)
@@ -149,18 +148,7 @@ def ignored(settings: Settings) -> tuple[str, list[str]]:
         LOGGER.removeHandler(handler)
         LOGGER.propagate = before[0]
         LOGGER.setLevel(before[1])
-    return bounds, said
-
-
-class _Into(logging.Handler):
-    """Puts the words of each line into a list."""
-
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
+    return bounds, handler.taken()
 
 
 def _look_by_name(owner: str, name: str, expected: str, otherwise: str) -> Look:
