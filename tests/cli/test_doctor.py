@@ -89,7 +89,7 @@ def all_seams():
     held = [seams.RUNNER_SEAMS, seams.WORKER_SEAMS, (seams.SERVER_FUNCTION,)]
     held += [(seams.SLEEP_SEAM, seams.SHUTDOWN_SEAM), seams.SIZING_SEAMS]
     held += [seams.KV_STATE_SEAMS, seams.KV_CACHE_SEAMS, seams.KV_POOL_SEAMS]
-    held += [*seams.PIPELINE_SEAMS.values(), *seams.SERVING_SEAMS.values()]
+    held += [*seams.PIPELINE_SEAMS.values(), *seams.SERVING_SEAMS.values(), *seams.POOL_SEAMS.values()]
     return [seam for group in held for seam in group]
 
 
@@ -300,6 +300,62 @@ def test_what_stands_where_the_host_drops_it_is_a_problem(examined):
         "session_state of stage 7 has no effect: write it in the stage's model_config",
     ]
     assert not report.on
+
+
+def with_pool(monkeypatch, *, ok):
+    found = [
+        survey.Look(f"{owner}.{seam.name}", seam.signature, seam.signature if ok else "(self)", ok, "")
+        for owner, held in seams.POOL_SEAMS.items()
+        for seam in held[:1]
+    ]
+    monkeypatch.setattr(survey, "survey", lambda: found)
+
+
+DREAMZERO = {"stage_id": 0, "model_class_name": "DreamZeroPipeline", FLAG: True}
+AFFINE = "stage 0 has 2 replicas: affinity holds here, all steps of a session go to one"
+
+
+@pytest.mark.parametrize(
+    "more", [{"num_replicas": 2}, {"num_replicas": 1, "runtime": {"num_replicas": 2}}], ids=str
+)
+def test_of_several_replicas_it_says_that_affinity_holds(examined, monkeypatch, more):
+    with_pool(monkeypatch, ok=True)
+    report = examined([{**DREAMZERO, **more}])
+    assert (report.status, report.notes) == (0, [AFFINE])
+    assert examined([{"stage_id": 0, FLAG: True, **more}], pipeline="dreamzero").notes == [AFFINE]
+    assert examined([{"stage_id": 0, FLAG: True, **more}]).notes == [AFFINE], "it may be any model"
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_of_several_replicas_it_says_that_sessions_will_be_split(examined, monkeypatch, loaded):
+    with_pool(monkeypatch, ok=not loaded)
+    if not loaded:
+        monkeypatch.setenv("VLLM_PLUGINS", "other")
+    report = examined([{**DREAMZERO, "num_replicas": 3}])
+    assert report.status == 1
+    assert report.problems[-1].startswith(
+        "stage 0 has 3 replicas, and sessions WILL be split between them: "
+        + ("a seam of vLLM-Omni's pool of replicas differs" if loaded else "the plugin is not loaded")
+    )
+    assert not any("affinity" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("stage", "top"),
+    [
+        (DREAMZERO, {}),
+        ({**DREAMZERO, "num_replicas": 1}, {}),
+        ({**DREAMZERO, FLAG: False, "num_replicas": 2}, {}),
+        ({**DREAMZERO, "model_class_name": "Cosmos3OmniDiffusersPipeline", "num_replicas": 2}, {}),
+        ({"stage_id": 0, FLAG: True, "num_replicas": 2}, {"pipeline": "cosmos3"}),
+        ({**DREAMZERO, "num_replicas": "two"}, {}),
+    ],
+    ids=str,
+)
+def test_where_no_session_can_be_split_it_says_nothing_of_replicas(examined, monkeypatch, stage, top):
+    with_pool(monkeypatch, ok=True)
+    report = examined([stage], **top)
+    assert not [line for line in report.notes + report.problems if "replica" in line]
 
 
 @pytest.mark.host

@@ -68,13 +68,14 @@ def test_a_table_fits_the_terminal_whatever_there_is_to_show(capsys, monkeypatch
             "session": hashed(str(n)),
             "state": state,
             "nbytes": many,
-            "replicas": [0, 1],
+            "home": None if n < 2 else 1,
+            "replicas": [0, 1] if n < 2 else [1],
             "ranks": 8,
             "agree": n > 2,
         }
         for n, state in enumerate(tables.STATES)
     ]
-    tables.show_sessions({"sessions": rows, "agree": False})
+    tables.show_sessions({"sessions": rows, "agree": False, "answered": [0, 1]})
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= columns
     for row in rows:
@@ -183,10 +184,40 @@ def test_sizes_are_written_with_three_digits():
     ]
 
 
-def test_a_session_of_several_replicas_says_in_which(live, run):
+@pytest.fixture
+def two(live):
+    """A server of two replicas, and a function that begins sessions in one of them."""
     engine = FakeEngine(replicas=2, options={"http": True})
-    engine.begin("a", replica=0)
-    engine.begin("a", "b", replica=1)
-    out = run("sessions", "--url", live(engine=engine).url)[1]
-    assert "replicas" in out
-    assert re.search(rf"{hashed('a')} +idle +8\.00 KiB +0, 1", out)
+    return live(engine=engine).url, engine.begin
+
+
+def test_where_there_are_several_replicas_a_session_says_its_home(two, run):
+    url, begin = two
+    begin("a", "b", replica=0)  # so far the second one has none
+    out = run("sessions", "--url", url)[1]
+    assert "home" in out
+    assert "ranks" not in out
+    assert re.search(rf"{hashed('a')} +idle +4\.00 KiB +0 *$", out, re.MULTILINE)
+    assert "idle, replica 0: 4.00 KiB on cpu" in run("inspect", "a", "--url", url)[1]
+    assert tables.DIFFER not in out
+
+
+def test_a_session_that_is_in_several_replicas_is_marked_and_the_reader_told_what_to_do(two, run):
+    url, begin = two
+    begin("a", replica=0)
+    begin("a", "b", replica=1)
+    out = run("sessions", "--url", url)[1]
+    assert re.search(rf"{hashed('a')} +idle +8\.00 KiB +{tables.DIFFER} 0, 1 *$", out, re.MULTILINE)
+    assert re.search(rf"{hashed('b')} +idle +4\.00 KiB +1 *$", out, re.MULTILINE)
+    one = run("inspect", "a", "--url", url)[1]
+    assert "idle, replicas 0, 1: 8.00 KiB on cpu" in one
+    for said in (out, one):
+        assert f"{tables.DIFFER} {tables.SPLIT}" in " ".join(said.split())
+    assert run("close", "a", "--url", url)[0] == 0
+    assert tables.DIFFER not in run("sessions", "--url", url)[1]
+
+
+def test_with_one_replica_nothing_is_said_of_homes(live, run):
+    url = live("a").url
+    assert "home" not in run("sessions", "--url", url)[1]
+    assert "replica" not in run("inspect", "a", "--url", url)[1]

@@ -45,17 +45,40 @@ def test_a_listing_shows_each_session_once_with_its_bytes_and_place(live):
         hashed("c"): "idle",
     }
     assert rows[hashed("a")]["nbytes"] == rows[hashed("b")]["nbytes"] == {"cpu": 4096}
-    assert all(row["replicas"] == [0] and row["ranks"] == 1 and row["agree"] for row in rows.values())
+    assert all(row["home"] == 0 and row["replicas"] == [0] for row in rows.values())
+    assert all(row["ranks"] == 1 and row["agree"] for row in rows.values())
+    assert found["answered"] == [0]
 
 
-def test_a_session_of_several_replicas_is_one_row_with_the_bytes_of_all(live):
+@pytest.fixture
+def halves(live):
+    """A server whose session ``a`` is in both its replicas; ``b`` is in the first and ``c`` in the second."""
     engine = FakeEngine(replicas=2, options={"http": True})
     engine.begin("a", "b", replica=0)
-    engine.begin("a", replica=1)
-    rows = {row["session"]: row for row in live(engine=engine).http("GET", SESSIONS)[1]["sessions"]}
+    engine.begin("a", "c", replica=1)
+    return live(engine=engine)
+
+
+def test_a_session_of_several_replicas_is_one_row_with_the_bytes_of_all_and_at_home_in_none(halves):
+    found = halves.http("GET", SESSIONS)[1]
+    rows = {row["session"]: row for row in found["sessions"]}
     assert rows[hashed("a")]["nbytes"] == {"cpu": 8192}
-    assert rows[hashed("a")]["replicas"] == [0, 1]
-    assert rows[hashed("b")]["replicas"] == [0]
+    where = {name: (row["home"], row["replicas"], row["agree"]) for name, row in rows.items()}
+    assert where == {
+        hashed("a"): (None, [0, 1], False),
+        hashed("b"): (0, [0], True),
+        hashed("c"): (1, [1], True),
+    }
+    assert (found["agree"], found["answered"]) == (False, [0, 1])
+
+
+@pytest.mark.parametrize(("name", "home"), [("a", None), ("b", 0), ("c", 1)])
+def test_who_looks_at_a_session_or_acts_on_it_is_told_its_home(halves, name, home):
+    for how, *path in (("GET",), ("POST", "park"), ("POST", "close")):
+        status, found = halves.http(how, at(name, *path))
+        assert (status, found["home"], found["agree"]) == (200, home, home is not None)
+        assert found["replicas"] == ([0, 1] if home is None else [home])
+    assert halves.http("GET", SESSIONS)[1]["agree"] is (home is None), "the half session is gone, or there"
 
 
 def test_ranks_that_differ_are_shown_to_differ(live):
@@ -94,7 +117,8 @@ def test_what_is_done_to_a_session_is_done_to_it_alone(live, how, name_of):
         manager.park("a")
     status, found = server.http("POST", at(name_of("a"), how))
     assert status == 200
-    assert found == {"session": hashed("a"), "done": ACTS[how], "replicas": [0], "agree": True}
+    where = {"home": 0, "replicas": [0], "agree": True}
+    assert found == {"session": hashed("a"), "done": ACTS[how], **where}
     places = {entry.session: entry.place for entry in manager.listing()}
     assert places.pop(hashed("b")) == "device"
     assert (

@@ -218,9 +218,27 @@ def _look_at_settings(report: Report) -> None:
         except Exception as error:  # noqa: BLE001 - a per cent of a memory that is not there
             report.notes.append(f"the budgets cannot be worked out here: {type(error).__name__}: {error}")
         report.stages.append(Stage(stage.get("stage_id"), settings.enabled, found, budgets))
+        replicas = survey.replicas_of(written, stage)
+        if settings.enabled and replicas > 1:
+            _judge_affinity(report, stage.get("stage_id"), replicas)
     for name, meant in origins.unread(os.environ).items():
         heard[f"{name} is no setting and is not read" + (f"; do you mean {meant}?" if meant else "")] = None
     report.problems += heard
+
+
+def _judge_affinity(report: Report, stage_id: object, replicas: int) -> None:
+    """Say whether each session's steps go to one of a stage's replicas."""
+    ours = report.plugin.name is not None and report.plugin.allowed
+    if ours and all(look.ok for look in report.seams if survey.is_of_a_pool(look)):
+        report.notes.append(
+            f"stage {stage_id} has {replicas} replicas: affinity holds here, all steps of a session go to one"
+        )
+        return
+    why = "a seam of vLLM-Omni's pool of replicas differs" if ours else "the plugin is not loaded"
+    report.problems.append(
+        f"stage {stage_id} has {replicas} replicas, and sessions WILL be split between them: {why}. "
+        "Their outputs will be wrong: serve with num_replicas: 1 until that is mended"
+    )
 
 
 def _judge_places(report: Report, written: Mapping[str, Any]) -> None:

@@ -125,8 +125,8 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
     table = _table(f"Sessions {at}".rstrip(), "session", "state")
     for device in devices:
         table.add_column(device, justify="right", no_wrap=True)
-    several = any(len(row["replicas"]) > 1 or row["replicas"] != [0] for row in rows)
-    table.add_column("replicas" if several else "ranks", justify="right")
+    several = found["answered"] != [0]
+    table.add_column("home" if several else "ranks", justify="right")
     table.columns[0].min_width = 14  # a hash is whole, an id may be folded
     table.columns[1].no_wrap = True
     for row in rows:
@@ -139,7 +139,8 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
         )
     parts: list[Any] = [table, _count(rows, devices)]
     if not found["agree"]:
-        parts.append(Text(f"{DIFFER} Not all ranks say the same.", "yellow"))
+        split = any(row["home"] is None for row in rows)
+        parts.append(Text(f"{DIFFER} {SPLIT if split else 'Not all ranks say the same.'}", "yellow"))
     if trouble is not None:
         parts.append(Text(f"Not up to date: {trouble}", "bold red"))
     return Group(*parts)
@@ -147,6 +148,7 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
 
 STATES = {"in_use": "in use", "idle": "idle", "host": "on host", "disk": "on disk", "kv_only": "only KV"}
 DIFFER = "\u2260"
+SPLIT = "A session in several replicas has wrong outputs: its steps were split between them. Close it."
 STYLES = {"in_use": "bold green", "host": "cyan", "disk": "blue", "kv_only": "yellow"}
 
 
@@ -166,7 +168,8 @@ def show_session(found: Mapping[str, Any]) -> None:
     """Print one session with its values."""
     console = Console(highlight=False)
     devices = sorted({device for value in found["values"] for device in value["nbytes"]})
-    table = _table(f"Session {found['session']}: {STATES[found['state']]}", "value", "kind", "shape")
+    state = STATES[found["state"]]
+    table = _table(f"Session {found['session']}: {state}", "value", "kind", "shape")
     for device in devices:
         table.add_column(device, justify="right", no_wrap=True)
     for value in found["values"]:
@@ -175,7 +178,12 @@ def show_session(found: Mapping[str, Any]) -> None:
     console.print(table if found["values"] else Text(f"Session {found['session']}", "bold"))
     held = ", ".join(f"{bytes_text(count)} on {device}" for device, count in sorted(found["nbytes"].items()))
     note = "" if found["values"] else "; what a parked session holds is not listed by value"
-    console.print(Text(f"{STATES[found['state']]}: {held or 'nothing'}, each region once{note}", "dim"))
+    if found["answered"] != [0]:
+        named = "replica" if found["home"] is not None else "replicas"
+        state += f", {named} {', '.join(map(str, found['replicas']))}"
+    console.print(Text(f"{state}: {held or 'nothing'}, each region once{note}", "dim"))
+    if found["home"] is None:
+        console.print(Text(f"{DIFFER} {SPLIT}", "yellow"))
 
 
 def bytes_text(count: int) -> str:

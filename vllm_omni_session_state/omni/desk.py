@@ -63,15 +63,23 @@ class Desk:
             RefusedError: With what is to be answered; so for all methods here.
         """
         asked = await self._ask("session_state_list", timeout_s=timeout_s)
+        rows = merged.rows(asked.answers)
+        if not asked.failures:
+            self._figures.saw(rows)
         agree = not asked.failures and all(answer["agree"] for answer in asked.answers.values())
-        return {"sessions": merged.rows(asked.answers), "agree": agree}
+        return {
+            "sessions": rows,
+            "agree": agree and not merged.split(rows),
+            "answered": sorted(asked.answers),
+        }
 
     async def session(self, name: str, *, timeout_s: float) -> dict[str, Any]:
         """One session with its values, never their content."""
-        row = merged.one((await self._ask("session_state_inspect", name, timeout_s=timeout_s)).answers)
+        asked = await self._ask("session_state_inspect", name, timeout_s=timeout_s)
+        row = merged.one(asked.answers)
         if row is None:
             raise _unknown()
-        return row
+        return {**row, "answered": sorted(asked.answers)}
 
     async def act(self, how: str, name: str, *, timeout_s: float) -> dict[str, Any]:
         """Close, reset, park or restore one session that nobody uses."""
@@ -88,11 +96,14 @@ class Desk:
             )
         if not all(rank[ACTS[how]][0] for _, rank in there):
             raise RefusedError(409, REFUSED, f"the session is not {DONE[how]}: the budgets have no room")
+        replicas = sorted({replica for replica, _ in there})
+        home = merged.home_of(replicas)
         return {
             "session": there[0][1]["shown"][0],
             "done": DONE[how],
-            "replicas": sorted({replica for replica, _ in there}),
-            "agree": all(asked.answers[replica]["agree"] for replica, _ in there),
+            "home": home,
+            "replicas": replicas,
+            "agree": home is not None and all(asked.answers[replica]["agree"] for replica in replicas),
         }
 
     async def _ask(self, method: str, *names: str, timeout_s: float, only_idle: bool = False) -> Asked:

@@ -1,12 +1,13 @@
 """One view of what all replicas and ranks say: a session is one row, wherever its parts are.
 
 Bytes are added up over ranks and replicas. What they do not agree on is shown as ``agree: false``, never
-hidden; the worker's answer itself has each rank's part.
+hidden; the worker's answer itself has each rank's part. A session is at home in one replica: one that is in
+several has no home, and they do not agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 STATES = ("in_use", "idle", "host", "disk", "kv_only")
@@ -41,8 +42,18 @@ def rows(answers: Answers) -> list[Row]:
             _add(found, replica, session, "kv_only", {})
     for row in found.values():
         expected = sum(len(answers[replica]["ranks"]) for replica in row["replicas"])
-        row["agree"] = row["agree"] and row["ranks"] == expected
+        _judge(row, alike=row["ranks"] == expected)
     return list(found.values())
+
+
+def home_of(replicas: Sequence[int]) -> int | None:
+    """The replica that has a session, of those that have a part of it; ``None`` where there are several."""
+    return replicas[0] if len(replicas) == 1 else None
+
+
+def split(listed: Iterable[Row]) -> list[Row]:
+    """Of some sessions those that are in several replicas: their steps went now to one, now to another."""
+    return [row for row in listed if len(row["replicas"]) > 1]
 
 
 def one(answers: Answers) -> Row | None:
@@ -61,9 +72,7 @@ def one(answers: Answers) -> Row | None:
     if not found:
         return None
     row = next(iter(found.values()))
-    row["agree"] = row["agree"] and all(
-        answer["agree"] for replica, answer in answers.items() if replica in row["replicas"]
-    )
+    _judge(row, alike=all(answers[replica]["agree"] for replica in row["replicas"]))
     return {**row, "values": list(values.values())}
 
 
@@ -78,7 +87,15 @@ def _held(entry: Mapping[str, Any]) -> dict[str, int]:
 def _add(found: dict[str, Row], replica: int, session: str, state: str, nbytes: Mapping[str, int]) -> None:
     row = found.setdefault(
         session,
-        {"session": session, "state": state, "nbytes": {}, "replicas": [], "ranks": 0, "agree": True},
+        {
+            "session": session,
+            "state": state,
+            "nbytes": {},
+            "home": None,
+            "replicas": [],
+            "ranks": 0,
+            "agree": True,
+        },
     )
     row["ranks"] += 1
     row["agree"] = row["agree"] and row["state"] == state
@@ -86,6 +103,12 @@ def _add(found: dict[str, Row], replica: int, session: str, state: str, nbytes: 
     if replica not in row["replicas"]:
         row["replicas"].append(replica)
     _sum(row["nbytes"], nbytes)
+
+
+def _judge(row: Row, *, alike: bool) -> None:
+    """Say of a whole row where its session is at home, and whether all say the same of it."""
+    row["home"] = home_of(row["replicas"])
+    row["agree"] = row["agree"] and alike and row["home"] is not None
 
 
 def _sum(into: dict[str, int], nbytes: Mapping[str, int]) -> None:

@@ -58,15 +58,15 @@ class SessionStateCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The names, so that nobody else registers one."""
-        return families({}, None)
+        return families({})
 
     def collect(self) -> Iterator[Metric]:
         """What is known; never waits."""
         self._figures.want(linger_s=LINGER_S)
         known = self._figures.known
         if known is None:
-            return iter(families({}, None))
-        return iter(families(known.answers, known.age_s))
+            return iter(families({}))
+        return iter(families(known.answers, known.age_s, self._figures.split))
 
 
 _registered: dict[CollectorRegistry, SessionStateCollector] = {}
@@ -81,24 +81,26 @@ def register(figures: Figures, registry: CollectorRegistry = REGISTRY) -> None:
     registry.register(collector)
 
 
-def families(answers: Answers, age_s: float | None) -> list[Metric]:
+def families(answers: Answers, age_s: float | None = None, split: int | None = None) -> list[Metric]:
     """All metrics.
 
     Args:
         answers: Of ``session_state_stats``.
         age_s: How old they are; ``None`` where there are none.
+        split: How many sessions are in several replicas; ``None`` where that is not known.
     """
     every = list(ranks_of(answers))
     first: dict[int, Mapping[str, Any]] = {}
     for replica, rank in every:
         first.setdefault(replica, rank)
-    found: list[Metric] = [_gauge("figures_age_seconds", "Age of these figures.", (), _age(age_s))]
+    found: list[Metric] = [_gauge("figures_age_seconds", "Age of these figures.", (), _one(age_s))]
     found.append(_gauge("agree", "Whether all ranks say the same.", ("replica",), _agree(answers)))
     found.append(_gauge("ranks_ok", "Ranks that answer.", ("replica",), _answering(answers)))
     states = [
         ([f"{n}", state], count) for n, rank in first.items() for state, count in by_state(rank).items()
     ]
     found.append(_gauge("sessions", "Sessions, by where they are.", ("replica", "state"), states))
+    found.append(_gauge("split_sessions", "Sessions that are in several replicas.", (), _one(split)))
     held = [
         ([f"{n}", f"{rank['rank']}", *labels], count) for n, rank in every for labels, count in _bytes(rank)
     ]
@@ -159,8 +161,8 @@ def families(answers: Answers, age_s: float | None) -> list[Metric]:
     return found
 
 
-def _age(age_s: float | None) -> list[Sample]:
-    return [] if age_s is None else [([], age_s)]
+def _one(value: float | None) -> list[Sample]:
+    return [] if value is None else [([], value)]
 
 
 def _agree(answers: Answers) -> list[Sample]:

@@ -37,6 +37,10 @@ Seconds = Annotated[
 ]
 
 
+Home = Annotated[int | None, Field(description="The replica in which it is; null where it is in several.")]
+Answered = Annotated[list[int], Field(description="The replicas that answered.")]
+
+
 class Options(BaseModel):
     """What a POST may say."""
 
@@ -57,9 +61,10 @@ class Session(BaseModel):
     session: str = Field(description="As it is shown: a hash, or the id where show_ids is on.")
     state: str = Field(description="in_use, idle, host, disk or kv_only.")
     nbytes: dict[str, int] = Field(description="Bytes by device, over all ranks.")
-    replicas: list[int]
+    home: Home
+    replicas: list[int] = Field(description="All that have a part of it; more than one is wrong.")
     ranks: int
-    agree: bool = Field(description="Whether all ranks say the same.")
+    agree: bool = Field(description="Whether all ranks say the same, in one replica.")
 
 
 class Value(BaseModel):
@@ -76,6 +81,7 @@ class Inspected(Session):
     """A session with its values; a parked one lists none."""
 
     values: list[Value]
+    answered: Answered
 
 
 class Listing(BaseModel):
@@ -83,6 +89,7 @@ class Listing(BaseModel):
 
     sessions: list[Session]
     agree: bool
+    answered: Answered
 
 
 class Done(BaseModel):
@@ -90,6 +97,7 @@ class Done(BaseModel):
 
     session: str
     done: str
+    home: Home
     replicas: list[int]
     agree: bool
 

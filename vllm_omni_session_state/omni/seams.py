@@ -108,6 +108,21 @@ SERVING_SEAMS: dict[str, tuple[Seam, ...]] = {
 }
 """By the dotted name of a serving class of the API server."""
 
+POOL_SEAMS: dict[str, tuple[Seam, ...]] = {
+    "vllm_omni.engine.stage_runtime.StageRuntime": (
+        Seam("_assemble_stage_pools", "(self, stage_plans, initialized_clients_by_stage)"),
+    ),
+    "vllm_omni.engine.stage_pool.StagePool": (
+        Seam(
+            "submit_initial",
+            "(self, request_id, req_state, request, *, prompt_text=..., affinity_request_id=..., "
+            "submit_kwargs=..., params_override=...)",
+        ),
+        Seam("collective_rpc", "(self, replica_id, method, timeout=..., args=..., kwargs=...)"),
+    ),
+}
+"""By the dotted name of a class of the engine: where a request gets its replica, and a call reaches one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:

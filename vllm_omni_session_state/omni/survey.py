@@ -112,7 +112,15 @@ def survey() -> list[Look]:
     found.append(_look_by_name(seams.SERVER_MODULE, seams.SERVER_BUILDER, "a function", bare))
     for name, expected in seams.SERVING_SEAMS.items():
         found += [_look(name, seam, _ENDS) for seam in expected]
+    apart = "where a stage has several replicas, sessions are split between them"
+    for name, expected in seams.POOL_SEAMS.items():
+        found += [_look(name, seam, apart) for seam in expected]
     return found
+
+
+def is_of_a_pool(look: Look) -> bool:
+    """Whether affinity rests on a seam: a session's steps go to one replica."""
+    return look.place.rpartition(".")[0] in seams.POOL_SEAMS
 
 
 def read_deploy_config(path: str) -> Mapping[str, Any]:
@@ -131,6 +139,21 @@ def read_deploy_config(path: str) -> Mapping[str, Any]:
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         raise ValueError(f"{path} is no deploy config: there is no list of stages in it")
     return {**found, "stages": stages}
+
+
+def replicas_of(written: Mapping[str, Any], stage: Mapping[str, Any]) -> int:
+    """In how many replicas a stage has sessions that outlive a request: 0 where its sessions are requests.
+
+    Args:
+        written: The deploy config. As the host does, a stage that names no model takes that of ``pipeline``;
+            where nothing is named either, it may be any.
+        stage: Of it.
+    """
+    held = {**stage, **(stage.get("engine_args") or {}), **(stage.get("runtime") or {})}
+    named = str(held.get("model_class_name") or written.get("pipeline") or "").lower()
+    served = (name.rpartition(".")[2].lower() for name in seams.RUNNER_PIPELINES)
+    count = held.get("num_replicas", 1)
+    return count if isinstance(count, int) and any(name.startswith(named) for name in served) else 0
 
 
 def ignored(settings: Settings) -> tuple[str, list[str]]:

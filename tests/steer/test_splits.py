@@ -1,0 +1,188 @@
+"""Sessions that are in several replicas: counted, and each said once, by the name that a listing shows."""
+
+import logging
+import re
+import time
+import tracemalloc
+import urllib.request
+
+import pytest
+from desk_fakes import FakeEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_session_state.ids import hashed
+from vllm_omni_session_state.omni import figures, merged, metrics
+from vllm_omni_session_state.omni.splits import Splits
+
+SECRET = "robot-0815-secret"
+
+
+def rows(**replicas_of):
+    return [
+        {"session": name, "replicas": replicas, "agree": len(replicas) == 1}
+        for name, replicas in replicas_of.items()
+    ]
+
+
+def entry(name):
+    return {"session": name, "place": "device", "used": False, "nbytes": {"cpu": 1}, "parked_nbytes": 0}
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog):
+    """What the plugin says at WARNING: a function, since the lines are of the test's own phase."""
+    caplog.set_level(logging.WARNING, logger="vllm_omni.session_state")
+    return lambda: caplog.messages
+
+
+@given(st.lists(st.lists(st.sampled_from("abcde"), unique=True), min_size=1, max_size=4), st.booleans())
+def test_a_row_has_one_home_and_agrees_or_has_none_and_does_not(held, kv_only):
+    """Over any placement of sessions in replicas of one rank."""
+    answers = {
+        replica: {
+            "agree": True,
+            "ranks": [
+                {
+                    "rank": 0,
+                    "ok": True,
+                    "sessions": [] if kv_only else [entry(name) for name in names],
+                    "only_kv": names if kv_only else [],
+                }
+            ],
+        }
+        for replica, names in enumerate(held)
+    }
+    listed = merged.rows(answers)
+    where = {name: [n for n, names in enumerate(held) if name in names] for name in "abcde"}
+    assert {row["session"]: row["replicas"] for row in listed} == {k: v for k, v in where.items() if v}
+    for row in listed:
+        alone = len(row["replicas"]) == 1
+        assert row["agree"] is alone
+        assert row["home"] == (row["replicas"][0] if alone else None)
+    assert [row["session"] for row in merged.split(listed)] == [
+        row["session"] for row in listed if row["home"] is None
+    ]
+
+
+def test_a_session_is_said_once_at_the_second_look_that_shows_it_split(heard):
+    splits = Splits()
+    assert [splits.look(rows(a=[0], b=[0, 2], c=[1])) for _ in range(5)] == [0, 1, 1, 1, 1]
+    (line,) = heard()
+    assert line.startswith("session b is in replicas 0, 2 at once: ")
+    assert splits.look(rows(a=[0, 1], b=[0, 2])) == 1
+    assert splits.look(rows(a=[0, 1], b=[0, 2])) == 2
+    assert len(heard()) == 2
+
+
+def test_one_that_ended_here_and_began_there_between_two_answers_is_not_said(heard):
+    splits = Splits()
+    for _ in range(3):
+        assert splits.look(rows(a=[0, 1])) == 0
+        assert splits.look(rows(a=[1])) == 0
+    assert heard() == []
+
+
+def test_what_is_no_longer_split_is_not_remembered(heard):
+    """However many there were: nothing of them is left."""
+    splits = Splits()
+    splits.look([])
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(100):
+            listed = rows(**{f"s-{number}-{each}": [0, 1] for each in range(50)})
+            splits.look(listed)
+        del listed
+        splits.look([])
+        assert tracemalloc.get_traced_memory()[0] - before < 10_000
+    finally:
+        tracemalloc.stop()
+    assert heard() == []
+
+
+def sample(server):
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        found = re.search(rf"^{metrics.PREFIX}split_sessions (\S+)$", answer.read().decode(), re.MULTILINE)
+    return found and float(found[1])
+
+
+def until(server, wanted, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while sample(server) != wanted:
+        assert time.monotonic() < deadline, sample(server)
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(figures, "EVERY_S", 0.02)
+    monkeypatch.setattr(figures, "LISTED_EVERY_S", 0.0)
+    yield
+    for registry, collector in list(metrics._registered.items()):
+        registry.unregister(collector)
+        del metrics._registered[registry]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("show", [False, True])
+def test_who_scrapes_sees_how_many_are_split_and_the_log_names_each_once(live, fast, heard, show):
+    from vllm_omni_session_state.ids import show_in_the_clear
+
+    engine = FakeEngine(replicas=2, options={"show_ids": show})
+    server = live(engine=engine)
+    show_in_the_clear(show)  # as the worker does
+    engine.begin("a", SECRET, replica=0)
+    engine.begin("b", replica=1)
+    until(server, 0)
+    assert heard() == []
+    engine.begin(SECRET, replica=1)
+    until(server, 1)
+    time.sleep(0.3)
+    (line,) = heard()
+    assert line.startswith(f"session {SECRET if show else hashed(SECRET)} is in replicas 0, 1 at once")
+    assert show or SECRET not in line
+    engine.managers[0].drop_session(SECRET)
+    until(server, 0)
+    assert len(heard()) == 1
+
+
+@pytest.mark.host
+def test_with_one_replica_none_is_split_and_no_listing_is_asked_for(live, fast):
+    server = live("a")
+    until(server, 0)
+    assert {method for method, _ in server.engine.calls} == {"session_state_stats"}
+
+
+@pytest.mark.host
+def test_a_replica_that_does_not_answer_heals_nothing(live, fast, heard):
+    engine = FakeEngine(replicas=2)
+    server = live(engine=engine)
+    engine.begin("a", replica=0)
+    engine.begin("a", replica=1)
+    until(server, 1)
+    whole = engine.collective_rpc
+
+    async def half(**call):
+        return [(await whole(**call))[0], {"error": True, "reason": "gone"}]
+
+    engine.collective_rpc = half
+    time.sleep(0.5)
+    assert sample(server) == 1
+    engine.collective_rpc = whole
+    time.sleep(0.5)
+    assert sample(server) == 1
+    assert len(heard()) == 1
+
+
+@pytest.mark.host
+def test_an_operators_listing_counts_as_a_look(live, fast, monkeypatch, heard):
+    monkeypatch.setattr(figures, "LISTED_EVERY_S", 3600.0)
+    engine = FakeEngine(replicas=2, options={"http": True})
+    server = live(engine=engine)
+    until(server, 0)  # the one listing that the figures ask for
+    engine.begin("a", replica=0)
+    engine.begin("a", replica=1)
+    for looks in (1, 2, 3):
+        server.http("GET", "/v1/session_state/sessions")
+        assert len(heard()) == (looks > 1)
