@@ -156,7 +156,7 @@ def test_with_one_replica_none_is_split_and_no_listing_is_asked_for(live, fast):
 
 @pytest.mark.host
 def test_a_replica_that_does_not_answer_heals_nothing(live, fast, heard):
-    engine = FakeEngine(replicas=2)
+    engine = FakeEngine(replicas=2, options={"http": True})
     server = live(engine=engine)
     engine.begin("a", replica=0)
     engine.begin("a", replica=1)
@@ -167,6 +167,7 @@ def test_a_replica_that_does_not_answer_heals_nothing(live, fast, heard):
         return [(await whole(**call))[0], {"error": True, "reason": "gone"}]
 
     engine.collective_rpc = half
+    assert server.http("GET", "/v1/session_state/sessions")[1]["answered"] == [0]
     time.sleep(0.5)
     assert sample(server) == 1
     engine.collective_rpc = whole
