@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.ids import digest, shown
 from vllm_omni_session_state.session import Declaration, SessionState, host_fields
 
 
@@ -35,6 +35,7 @@ class Entry:
 
     Attributes:
         session: The session's shown id.
+        digest: What tells it apart for a program, the same wherever the session is; it is shown to nobody.
         place: ``"device"``, or ``"host"`` or ``"disk"`` for a parked one, of which no values are listed.
         used: Whether somebody uses it, or it is on its way.
         nbytes: Bytes by device, each region once.
@@ -45,6 +46,7 @@ class Entry:
     """
 
     session: str
+    digest: str
     place: str
     used: bool
     nbytes: dict[str, int]
@@ -74,7 +76,8 @@ def entry_of(
     declared = None if declaration is None else declaration.device_nbytes
     if session.parked:
         held = footprint(*session.away()).nbytes_by_device()
-        return Entry(shown(session.key), place, used, held, parked_nbytes, 0, declared, ())
+        names = shown(session.key), digest(session.key)
+        return Entry(*names, place, used, held, parked_nbytes, 0, declared, ())
     objects = [
         _value(name, type(obj).__name__, "object", obj.holds() if obj.resident else None)
         for name, obj in list(session.objects.items())
@@ -85,6 +88,7 @@ def entry_of(
     on_host = host_fields(declaration)
     return Entry(
         session=shown(session.key),
+        digest=digest(session.key),
         place="device",
         used=used,
         parked_nbytes=0,

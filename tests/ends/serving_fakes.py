@@ -47,8 +47,6 @@ class Engine:
         found = [key in self.sessions for key in args]
         if method == "session_state_close":
             self.sessions.difference_update(args)
-        elif method == "session_state_holds":
-            (found,) = found
         rank = {"ok": True, "found": found, "gone": [True] * len(args)}
         answer = {"agree": True, "ranks": [{"rank": number, **rank} for number in range(self.ranks)]}
         return [[answer]] * self.replicas

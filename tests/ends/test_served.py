@@ -163,3 +163,16 @@ def test_without_the_plugin_every_one_of_these_sessions_is_left(serve):
             found = left_in_the_end(server, within_s=2.0)
             assert found.sessions == before.sessions + 1
             assert found.kv_used > before.kv_used
+
+
+def test_a_shutdown_in_order_is_one_line_for_all_sessions(server):
+    """The last one of this file: it stops the server, with robots that are still connected."""
+    robots = [server.robot(some_id()) for _ in range(3)]
+    together(*(robot.step for robot in robots))
+    begun = len(server.log.read_text())
+    server.stop()
+    said = [line for line in server.log.read_text()[begun:].splitlines() if "session" in line]
+    assert not [line for line in said if "WARNING" in line or "ERROR" in line]
+    (line,) = [line for line in said if "the server stops" in line]
+    assert "INFO" in line
+    assert "3 sessions end with it" in line

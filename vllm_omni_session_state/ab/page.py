@@ -9,7 +9,7 @@ import html
 
 from vllm_omni_session_state.ab import sections
 from vllm_omni_session_state.ab.document import WORDS, Result
-from vllm_omni_session_state.ab.words import printable
+from vllm_omni_session_state.printable import printable
 
 STYLE = """
 :root { --ink: #1c2326; --soft: #5a676d; --paper: #fff; --box: #f3f6f6; --rule: #d5dddd; --good: #0b6e4f;

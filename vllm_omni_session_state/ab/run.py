@@ -30,9 +30,10 @@ from vllm_omni_session_state.ab.jobs import THREADS, CouldNotRunError, run_job, 
 from vllm_omni_session_state.ab.page import page
 from vllm_omni_session_state.ab.recording import Recording
 from vllm_omni_session_state.ab.tensors import DamagedFileError
-from vllm_omni_session_state.ab.words import printable, some
+from vllm_omni_session_state.ab.words import some
 from vllm_omni_session_state.config import ENV_FLAG as FLAG
 from vllm_omni_session_state.ids import ENV_KEY
+from vllm_omni_session_state.printable import printable
 
 CHILD = "vllm_omni_session_state.ab.child"
 PHASES = {"loading": 60.0, "serving": 60.0, "stopping": 5.0}

@@ -28,6 +28,10 @@ class CommandError(Exception):
     """What was asked for cannot be done; the message is all that a user sees."""
 
 
+class WorkerFailedError(CommandError):
+    """The server answered that a worker failed at what was asked of this one session."""
+
+
 class NotDoneError(Exception):
     """The server answered, and did not do it: there is no such session, it is in use, or it does not move."""
 
@@ -119,7 +123,8 @@ class Client:
             )
         if status in (http.client.NOT_FOUND, http.client.CONFLICT):
             raise NotDoneError(message)
-        raise CommandError(f"{self.url} answers {status}: {message}")
+        failed = WorkerFailedError if status == http.client.BAD_GATEWAY else CommandError
+        raise failed(f"{self.url} answers {status}: {message}")
 
 
 def _quoted(name: str) -> str:

@@ -27,6 +27,7 @@ from vllm_omni_session_state.cli.client import (
     Client,
     CommandError,
 )
+from vllm_omni_session_state.printable import printable
 
 PROGRAM = "vllm-omni-session-state"
 COULD_NOT = 2
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _ab(asked)
         return _ask(asked)
     except CommandError as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.stderr.write(printable(f"{PROGRAM}: {error}") + "\n")
         return COULD_NOT
     except KeyboardInterrupt:
         return 0 if getattr(asked, "watch", False) else BROKEN_OFF

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_session_state.cli.client import Client, CommandError, NotDoneError
+from vllm_omni_session_state.cli.client import Client, CommandError, NotDoneError, WorkerFailedError
+from vllm_omni_session_state.printable import printable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -23,7 +24,7 @@ ACTS = {
     "restore": "bring parked sessions back to the device",
 }
 
-IN_ORDER, NOT_DONE = 0, 1
+IN_ORDER, NOT_DONE, COULD_NOT = 0, 1, 2
 
 
 def show(client: Client, *, as_json: bool, tables: Callable[[], ModuleType]) -> int:
@@ -65,7 +66,7 @@ def inspect(client: Client, name: str, *, as_json: bool, tables: Callable[[], Mo
     try:
         found = client.session(name)
     except NotDoneError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        _complain(name, error)
         return NOT_DONE
     if as_json:
         _print_json(found)
@@ -80,12 +81,16 @@ def act(client: Client, how: str, names: Sequence[str]) -> int:
     for name in names:
         try:
             done = client.act(how, name)
-        except NotDoneError as error:  # noqa: PERF203 - as the docstring says
-            status = NOT_DONE
-            sys.stderr.write(f"{name}: {error}\n")
+        except (NotDoneError, WorkerFailedError) as error:  # noqa: PERF203 - as the docstring says
+            _complain(name, error)
+            status = max(status, NOT_DONE if isinstance(error, NotDoneError) else COULD_NOT)
         else:
-            sys.stdout.write(f"{done['session']}: {done['done']}\n")
+            sys.stdout.write(printable(f"{done['session']}: {done['done']}") + "\n")
     return status
+
+
+def _complain(name: str, error: Exception) -> None:
+    sys.stderr.write(printable(f"{name}: {error}") + "\n")
 
 
 def _print_json(found: dict[str, Any]) -> None:

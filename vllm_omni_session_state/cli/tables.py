@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_omni_session_state.cli.doctor import COULD_NOT_LOOK, IN_ORDER, Report, Stage
+from vllm_omni_session_state.printable import printable
 from vllm_omni_session_state.sizes import Size
 
 SOURCES = {"environment": "environment", "config": "deploy YAML", "default": "default"}
@@ -38,26 +39,32 @@ def show_doctor(report: Report) -> None:
         ("bold red", "could not look", report.unseen),
     ):
         for line in lines:
-            console.print(Text.assemble((heading, style), f": {line}"))
+            console.print(Text.assemble((heading, style), f": {printable(line)}"))
     console.print(_verdict(report))
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    title_text = Text(printable(title), "bold")
+    table = Table(title=title_text, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _add_row(table: Table, *cells: str | Text, style: str = "") -> None:
+    """Add a row whose words stay what they are: a name may be a stranger's, and no cell is markup."""
+    table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells), style=style)
 
 
 def _packages(report: Report) -> Table:
     table = _table("Plugin and host", "package", "installed", "tested with", "")
     plugin = report.plugin
     found = plugin.name is not None and plugin.allowed
-    table.add_row("vllm_omni_session_state", plugin.version or "not installed", "", MARKS[found])
+    _add_row(table, "vllm_omni_session_state", plugin.version or "not installed", "", MARKS[found])
     for version in report.host:
         there = version.installed is not None
         mark = MARKS[there] if version.known or not there else Text("untested", "yellow")
-        table.add_row(version.package, version.installed if there else "not there", version.tested, mark)
+        _add_row(table, version.package, version.installed or "not there", version.tested, mark)
     return table
 
 
@@ -66,7 +73,7 @@ def _settings(stage: Stage, file: str | None) -> Table:
     table = _table(f"Settings {of}", "setting", "value", "from")
     for origin in stage.settings:
         dim = "dim" if origin.source == "default" else ""
-        table.add_row(origin.name, _value(origin.value), SOURCES[origin.source], style=dim)
+        _add_row(table, origin.name, _value(origin.value), SOURCES[origin.source], style=dim)
     return table
 
 
@@ -86,7 +93,7 @@ def _seams(report: Report) -> Table:
     for look in report.seams:
         owner, _, name = look.place.rpartition(".")
         owner = owner.rpartition(".")[2]
-        table.add_row("" if owner == before else owner, name, MARKS[look.ok])
+        _add_row(table, "" if owner == before else owner, name, MARKS[look.ok])
         before = owner
     return table
 
@@ -131,7 +138,8 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
     table.columns[1].no_wrap = True
     for row in rows:
         where = ", ".join(map(str, row["replicas"])) if several else str(row["ranks"])
-        table.add_row(
+        _add_row(
+            table,
             row["session"],
             Text(STATES[row["state"]], STYLES.get(row["state"], "")),
             *(bytes_text(row["nbytes"].get(device, 0)) for device in devices),
@@ -142,7 +150,7 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
         split = any(row["home"] is None for row in rows)
         parts.append(Text(f"{DIFFER} {SPLIT if split else 'Not all ranks say the same.'}", "yellow"))
     if trouble is not None:
-        parts.append(Text(f"Not up to date: {trouble}", "bold red"))
+        parts.append(Text(printable(f"Not up to date: {trouble}"), "bold red"))
     return Group(*parts)
 
 
@@ -174,8 +182,8 @@ def show_session(found: Mapping[str, Any]) -> None:
         table.add_column(device, justify="right", no_wrap=True)
     for value in found["values"]:
         cells = (bytes_text(value["nbytes"].get(device, 0)) for device in devices)
-        table.add_row(value["name"], value["kind"], value["shape"], *cells)
-    console.print(table if found["values"] else Text(f"Session {found['session']}", "bold"))
+        _add_row(table, value["name"], value["kind"], value["shape"], *cells)
+    console.print(table if found["values"] else Text(printable(f"Session {found['session']}"), "bold"))
     held = ", ".join(f"{bytes_text(count)} on {device}" for device, count in sorted(found["nbytes"].items()))
     note = "" if found["values"] else "; what a parked session holds is not listed by value"
     if found["answered"] != [0]:

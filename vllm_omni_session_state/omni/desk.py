@@ -7,8 +7,10 @@ may be shown hashes only, and an id is a secret.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
+from vllm_omni_session_state.ids import may_be_shown
 from vllm_omni_session_state.omni import merged
 from vllm_omni_session_state.omni.figures import Figures
 from vllm_omni_session_state.omni.workers import Asked, Workers
@@ -18,10 +20,11 @@ ACTS = {"close": "found", "reset": "found", "park": "parked", "restore": "restor
 
 DONE = {"close": "closed", "reset": "reset", "park": "parked", "restore": "restored"}
 
-UNKNOWN, IN_USE, REFUSED, FAILED, SLOW, BAD = (
+UNKNOWN, IN_USE, REFUSED, AMBIGUOUS, FAILED, SLOW, BAD = (
     "not_found",
     "in_use",
     "refused",
+    "ambiguous",
     "worker_failed",
     "timeout",
     "bad_request",
@@ -62,9 +65,9 @@ class Desk:
         Raises:
             RefusedError: With what is to be answered; so for all methods here.
         """
-        asked = await self._ask("session_state_list", timeout_s=timeout_s)
+        asked = await self._ask("session_state_list", timeout_s=timeout_s, partly=True)
         rows = merged.rows(asked.answers)
-        if not asked.failures:
+        if asked.whole:
             self._figures.saw(rows)
         agree = not asked.failures and all(answer["agree"] for answer in asked.answers.values())
         return {
@@ -75,21 +78,17 @@ class Desk:
 
     async def session(self, name: str, *, timeout_s: float) -> dict[str, Any]:
         """One session with its values, never their content."""
-        asked = await self._ask("session_state_inspect", name, timeout_s=timeout_s)
+        asked = await self._named("session_state_inspect", name, timeout_s=timeout_s)
         row = merged.one(asked.answers)
-        if row is None:
-            raise _unknown()
+        assert row is not None, "somebody has found it"
         return {**row, "answered": sorted(asked.answers)}
 
     async def act(self, how: str, name: str, *, timeout_s: float) -> dict[str, Any]:
         """Close, reset, park or restore one session that nobody uses."""
-        asked = await self._ask(
+        asked = await self._named(
             f"session_state_{how}", name, timeout_s=timeout_s, only_idle=how in ("close", "reset")
         )
-        ranks = list(merged.ranks_of(asked.answers))
-        there = [(replica, rank) for replica, rank in ranks if rank["found"][0]]
-        if not there:
-            raise _unknown()
+        there = _found(asked)
         if any(rank["used"][0] for _, rank in there):
             raise RefusedError(
                 409, IN_USE, "the session is in use; nothing has changed. Ask again between two requests"
@@ -106,11 +105,29 @@ class Desk:
             "agree": home is not None and all(asked.answers[replica]["agree"] for replica in replicas),
         }
 
-    async def _ask(self, method: str, *names: str, timeout_s: float, only_idle: bool = False) -> Asked:
+    async def _named(self, method: str, name: str, *, timeout_s: float, **how: bool) -> Asked:
+        """Ask about the one session that a name means; it is asked by what is shown before it is by an id.
+
+        Each worker looks among its own sessions, and a name that one of them takes for what is shown of a
+        session must be no other's id elsewhere. So only when nobody is shown like that, it is an id.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        if may_be_shown(name):
+            asked = await self._ask(method, name, timeout_s=timeout_s, only_shown=True, **how)
+            if _found(asked):
+                return asked
+            timeout_s = max(0.0, until - loop.time())
+        asked = await self._ask(method, name, timeout_s=timeout_s, only_id=True, **how)
+        if not _found(asked):
+            raise _unknown()
+        return asked
+
+    async def _ask(
+        self, method: str, *names: str, timeout_s: float, partly: bool = False, **how: bool
+    ) -> Asked:
         sent = asyncio.Event()
-        task = asyncio.get_running_loop().create_task(
-            self._workers.ask(method, *names, sent=sent, only_idle=only_idle)
-        )
+        task = asyncio.get_running_loop().create_task(self._workers.ask(method, *names, sent=sent, **how))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         await asyncio.wait({task}, timeout=timeout_s)
@@ -122,7 +139,7 @@ class Desk:
             raise RefusedError(502, FAILED, f"the call failed ({type(error).__name__}); see the server's log")
         asked = task.result()
         self._figures.want()
-        self._judge(asked)
+        self._judge(asked, partly=partly)
         return asked
 
     def _slow(self, task: asyncio.Task[Asked], timeout_s: float, *, pending: bool) -> RefusedError:
@@ -145,8 +162,10 @@ class Desk:
         )
 
     @staticmethod
-    def _judge(asked: Asked) -> None:
-        """Refuse for what failed on some rank."""
+    def _judge(asked: Asked, *, partly: bool) -> None:
+        """Refuse for what failed on some rank, or ``partly``: unless another one did well."""
+        if partly and any(True for _ in merged.ranks_of(asked.answers)):
+            return
         failed = [
             (f"replica {replica} rank {rank['rank']}", rank)
             for replica, answer in asked.answers.items()
@@ -155,11 +174,26 @@ class Desk:
         ]
         if failed and all(rank.get("refused") for _, rank in failed):  # in our own words: no id is in them
             said = "; ".join(f"{where}: {_words(rank['error'])}" for where, rank in failed)
-            raise RefusedError(409, REFUSED, said)
+            unclear = any(wrong.get("ambiguous") for _, rank in failed for wrong in _wrong(rank))
+            raise RefusedError(409, AMBIGUOUS if unclear else REFUSED, said)
         if failed or not asked.answers:
             said = ", ".join(f"{where} ({rank['error'].partition(':')[0]})" for where, rank in failed)
             where = said or "every replica: no worker manages session state"
             raise RefusedError(502, FAILED, f"a call failed on {where}; see the worker's log")
+
+
+def _found(asked: Asked) -> list[tuple[int, Mapping[str, Any]]]:
+    """The ranks that have the one session that was asked for, each with its replica."""
+    return [
+        (replica, rank)
+        for replica, rank in merged.ranks_of(asked.answers)
+        if (rank["found"][0] if isinstance(rank["found"], list) else rank["found"])
+    ]
+
+
+def _wrong(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What went wrong on a rank: with each session, or with the whole call."""
+    return [wrong for wrong in rank.get("errors", [rank]) if wrong is not None]
 
 
 def _unknown() -> RefusedError:

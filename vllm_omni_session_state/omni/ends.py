@@ -14,17 +14,23 @@ It all runs on the server's one event loop; nothing here knows the host.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.errors import SessionStateError
+from vllm_omni_session_state.events import LOGGER, say_rarely
 from vllm_omni_session_state.ids import shown
 
 _SOON = range(2, 4)
 """Places in the line of steps whose sessions are brought back early. The first one runs, and the worker hears
 of it when that is over: the second one begins then, and behind it is time for those that follow.
 """
+
+
+class WorkersStoppedError(Exception):
+    """The server stops, and its workers with all their sessions: nothing can be asked of them, or need be."""
 
 
 @dataclass(slots=True)
@@ -103,6 +109,7 @@ class Ends:
         self._sent: set[asyncio.Task[None]] = set()
         self._live: dict[str, _Live] = {}
         self._arriving: dict[str, asyncio.Task[None]] = {}
+        self._over = False  # the workers are stopped, and that was said
 
     def __contains__(self, key: str) -> bool:
         return key in self._live
@@ -166,9 +173,9 @@ class Ends:
         try:
             there = await self._holds(key)
         except Exception as error:  # noqa: BLE001 - the robot's step must not fail by it
-            LOGGER.warning("cannot ask for session %s: %s: %s", shown(key), type(error).__name__, error)
+            self._say(key, "cannot ask for session %s", error)
         there = there and self._live.get(key) is live
-        if not there:
+        if not there and not self._over:
             LOGGER.warning("session %s was kept and is gone: its rollout starts over", shown(key))
         return there
 
@@ -208,12 +215,7 @@ class Ends:
         try:
             await self._close(key)
         except Exception as error:  # noqa: BLE001 - nobody waits for it who could do better
-            LOGGER.warning(
-                "the end of session %s did not reach the worker: %s: %s",
-                shown(key),
-                type(error).__name__,
-                error,
-            )
+            self._say(key, "the end of session %s did not reach the worker", error)
 
     def _watch(self, key: str, live: _Live) -> None:
         """No step is under way: from now on the session grows old."""
@@ -229,7 +231,7 @@ class Ends:
             try:
                 gone = await expire(key)
             except Exception as error:  # noqa: BLE001 - the session is where it was, and goes on
-                LOGGER.warning("session %s did not expire: %s: %s", shown(key), type(error).__name__, error)
+                self._say(key, "session %s did not expire", error)
             if self._live.get(key) is not live:
                 return  # it has ended meanwhile
             if gone:
@@ -254,11 +256,29 @@ class Ends:
             try:
                 await call(key)
             except Exception as error:  # noqa: BLE001 - the session is where it was, and goes on
-                LOGGER.warning("session %s %s: %s: %s", shown(key), otherwise, type(error).__name__, error)
+                self._say(key, f"session %s {otherwise}", error)
 
         task = asyncio.get_running_loop().create_task(send())
         self._sent.add(task)  # a loop holds its tasks only weakly
         task.add_done_callback(self._sent.discard)
+
+    def _say(self, key: str, what: str, error: Exception) -> None:
+        """Say what went wrong with one session; refusals come again and again.
+
+        Args:
+            key: Of the session.
+            what: What went wrong, with a place for how the session is shown.
+            error: Why.
+        """
+        if isinstance(error, WorkersStoppedError):
+            if not self._over:
+                going = {key} | self._live.keys() | self._arriving.keys()
+                LOGGER.info("the server stops: %d sessions end with it", len(going))
+            self._over = True
+        elif isinstance(error, SessionStateError):
+            say_rarely(logging.WARNING, ("ends", what), f"{what}: %s", shown(key), error)
+        else:
+            LOGGER.warning(f"{what}: %s: %s", shown(key), type(error).__name__, error)
 
     def _arrived(self, key: str, task: asyncio.Task[None]) -> None:
         if self._arriving.get(key) is task:

@@ -108,5 +108,5 @@ class Figures:
         elif time.monotonic() - self._listed_at >= LISTED_EVERY_S:
             asked = await self._workers.ask("session_state_list")
             self._listed_at = time.monotonic()
-            if not asked.failures:
+            if asked.whole:
                 self.saw(rows(asked.answers))

@@ -36,10 +36,12 @@ def rows(answers: Answers) -> list[Row]:
     """The sessions of ``session_state_list``, least recently used first, one row for each."""
     found: dict[str, Row] = {}
     for replica, rank in ranks_of(answers):
-        for entry in rank["sessions"]:
-            _add(found, replica, entry["session"], state_of(entry), _held(entry))
-        for session in rank["only_kv"]:
-            _add(found, replica, session, "kv_only", {})
+        entries, only_kv = rank["sessions"], rank["only_kv"]
+        digests = rank.get("order", [*(entry["session"] for entry in entries), *only_kv])
+        for digest, entry in zip(digests, entries, strict=False):
+            _add(found, digest, replica, entry["session"], state=state_of(entry), nbytes=_held(entry))
+        for digest, session in zip(digests[len(entries) :], only_kv, strict=True):
+            _add(found, digest, replica, session, state="kv_only", nbytes={})
     for row in found.values():
         expected = sum(len(answers[replica]["ranks"]) for replica in row["replicas"])
         _judge(row, alike=row["ranks"] == expected)
@@ -64,7 +66,8 @@ def one(answers: Answers) -> Row | None:
         entry = rank["session"]
         if entry is None:
             continue
-        _add(found, replica, entry["session"], state_of(entry), _held(entry))
+        digest, session = entry["digest"], entry["session"]
+        _add(found, digest, replica, session, state=state_of(entry), nbytes=_held(entry))
         for value in entry["values"]:
             mine = {name: value[name] for name in ("name", "kind", "bucket", "shape")}
             merged = values.setdefault(value["name"], {**mine, "nbytes": {}})
@@ -84,9 +87,12 @@ def _held(entry: Mapping[str, Any]) -> dict[str, int]:
     return held
 
 
-def _add(found: dict[str, Row], replica: int, session: str, state: str, nbytes: Mapping[str, int]) -> None:
+def _add(
+    found: dict[str, Row], digest: str, replica: int, session: str, *, state: str, nbytes: Mapping[str, int]
+) -> None:
+    """Add one rank's part to a session's row; two that are shown alike are two rows."""
     row = found.setdefault(
-        session,
+        digest,
         {
             "session": session,
             "state": state,

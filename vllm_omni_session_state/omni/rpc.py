@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.errors import SessionStateError
-from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.events import say_failure, say_once
+from vllm_omni_session_state.ids import digest, shown
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import inside, seams
 from vllm_omni_session_state.omni.imports import when_imported
+from vllm_omni_session_state.omni.named import Act, Named, about
 from vllm_omni_session_state.omni.sleep import hook_shutdown, hook_sleep
 
 Answer = dict[str, Any]
@@ -93,7 +93,8 @@ def list_sessions(worker: Any) -> Answer:
 
     Returns:
         As for ``stats``; each rank has ``sessions``, and ``only_kv``, the sessions of which nothing but
-        engine KV is there. Ranks agree if they hold the same sessions in the same order.
+        engine KV is there. ``order`` tells all of them apart, in this order, also where two are shown alike.
+        Ranks agree if they hold the same sessions in the same order.
     """
 
     def sessions() -> Answer:
@@ -102,20 +103,20 @@ def list_sessions(worker: Any) -> Answer:
             {key: value for key, value in dataclasses.asdict(entry).items() if key != "values"}
             for entry in manager.listing()
         ]
-        only_kv = [shown(key) for key in inside.kv_sessions(worker.model_runner) if key not in manager]
-        order = [entry["session"] for entry in entries]
-        return {"sessions": entries, "only_kv": only_kv, "order": order}
+        only_kv = [key for key in inside.kv_sessions(worker.model_runner) if key not in manager]
+        order = [*(entry["digest"] for entry in entries), *map(digest, only_kv)]
+        return {"sessions": entries, "only_kv": [shown(key) for key in only_kv], "order": order}
 
-    return on_every_rank(sessions, ("order", "only_kv"))
+    return on_every_rank(sessions, ("order",))
 
 
-def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> Answer:
+def inspect(worker: Any, name: str | None = None, **only: bool) -> Answer:
     """One session with every value that it holds; looking refreshes nobody.
 
     Args:
         worker: The host's worker.
         name: Its id, or as a listing shows it.
-        only_id: Take ``name`` for an id and nothing else.
+        **only: As for ``close``.
 
     Returns:
         As for ``stats``; each rank has ``found``, and ``session`` or ``None``.
@@ -123,101 +124,90 @@ def inspect(worker: Any, name: str | None = None, *, only_id: bool = False) -> A
 
     def look() -> Answer:
         manager = _manager(worker)
-        key = inside.named(name, manager.keys(), only_id=only_id)
-        wanted = None if key is None else shown(key)
-        entry = next((entry for entry in manager.listing() if entry.session == wanted), None)
+        key = Named(manager, [name], manager.keys(), **only).one()
+        wanted = None if key is None else digest(key)
+        entry = next((entry for entry in manager.listing() if entry.digest == wanted), None)
         return {"found": entry is not None, "session": None if entry is None else dataclasses.asdict(entry)}
 
     return on_every_rank(look, ("found",))
 
 
-def holds(worker: Any, name: str | None = None, *, only_id: bool = False) -> Answer:
-    """Whether the model's state of a session is there: each rank has ``found``. See ``inspect``."""
+def holds(worker: Any, *names: str | None, **only: bool) -> Answer:
+    """Whether the model's state of sessions is there: each rank has ``found`` for each. See ``close``."""
 
     def look() -> Answer:
-        return {"found": inside.named(name, _manager(worker).keys(), only_id=only_id) is not None}
+        manager = _manager(worker)
+        return Named(manager, names, manager.keys(), **only).answer()
 
     return on_every_rank(look, ("found",))
 
 
-def close(worker: Any, *names: str | None, only_id: bool = False, only_idle: bool = False) -> Answer:
+def close(worker: Any, *names: str | None, only_idle: bool = False, **only: bool) -> Answer:
     """End sessions and free all of them: the model's state and, where an engine keeps it, their KV.
 
     Args:
         worker: The host's worker.
         *names: Their ids, or as a listing shows them.
-        only_id: Take a name for an id and nothing else.
         only_idle: Leave a session that is in use as it is.
+        **only: ``only_id`` takes a name for an id and nothing else, ``only_shown`` for an id only where no
+            session could be shown like that.
 
     Returns:
         As for ``stats``; each rank has, one for each name, ``found``: whether there was such a session,
-        ``used``: whether it was in use, and ``shown``: how it is shown, ``None`` where there is none.
+        ``used``: whether it was in use, ``shown``: how it is shown, ``None`` where there is none, and
+        ``errors``: what went wrong with it, ``None`` where nothing did. A rank on which something did is
+        not ``ok``, and has done the rest.
     """
-    return _end(worker, "close", names, only_id=only_id, only_idle=only_idle)
+    return _end(worker, "close", names, only_idle=only_idle, **only)
 
 
-def reset(worker: Any, *names: str | None, only_id: bool = False, only_idle: bool = False) -> Answer:
+def reset(worker: Any, *names: str | None, only_idle: bool = False, **only: bool) -> Answer:
     """Free what sessions hold so that their next steps start anew, by the host's own reset. See ``close``."""
-    return _end(worker, "reset", names, only_id=only_id, only_idle=only_idle)
+    return _end(worker, "reset", names, only_idle=only_idle, **only)
 
 
-def park(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+def park(worker: Any, *names: str | None, **only: bool) -> Answer:
     """Park sessions that nobody uses. See ``close``.
 
     Returns:
-        As for ``close``; each rank has ``parked`` too: for each name, whether it is parked now. A rank on
-        which one of them could not be parked is not ``ok``, and the others of its names are parked.
+        As for ``close``; each rank has ``parked`` too: for each name, whether it is parked now.
     """
-
-    def park_all() -> Answer:
-        manager = _manager(worker)
-        named = inside.who(manager, names, manager.keys(), only_id=only_id)
-        return {**named, "parked": _each(names, manager.keys(), manager.park, only_id=only_id)}
-
-    return on_every_rank(park_all, ("found", "used", "parked"))
+    what = "a session was not parked"
+    return _move(worker, names, lambda manager: manager.park, word="parked", otherwise=what, **only)
 
 
-def restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+def restore(worker: Any, *names: str | None, **only: bool) -> Answer:
     """Bring parked sessions back to the device. See ``close``; one that is in use is there already.
 
     Returns:
         As for ``close``; each rank has ``restored`` too: for each name, whether it is on the device now.
         One for which the budget has no room is parked again.
     """
-
-    def restore_all() -> Answer:
-        manager = _manager(worker)
-
-        named = inside.who(manager, names, manager.keys(), only_id=only_id)
-        return {**named, "restored": _each(names, manager.keys(), manager.restore, only_id=only_id)}
-
-    return on_every_rank(restore_all, ("found", "used", "restored"))
+    what = "a session was not restored"
+    return _move(worker, names, lambda manager: manager.restore, word="restored", otherwise=what, **only)
 
 
-def begin_restore(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+def begin_restore(worker: Any, *names: str | None, **only: bool) -> Answer:
     """Read sessions that are parked on the disk into host memory, in the background. See ``close``.
 
     Returns:
-        As for ``stats``; each rank has ``begun``: for each name, whether it is being read.
+        As for ``close``; each rank has ``begun`` too: for each name, whether it is being read.
     """
-
-    def begin_all() -> Answer:
-        manager = _manager(worker)
-        return {"begun": _each(names, manager.keys(), manager.begin_restore, only_id=only_id)}
-
-    return on_every_rank(begin_all, ("begun",))
+    what = "a session was not read ahead"
+    return _move(worker, names, lambda manager: manager.begin_restore, word="begun", otherwise=what, **only)
 
 
-def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
+def expire(worker: Any, *names: str | None, **only: bool) -> Answer:
     """End sessions that are parked, as ``close`` does, and count them as lost. See ``close``.
 
     Returns:
-        As for ``stats``; each rank has ``gone``: for each name, whether there is no such session now. One
-        that is on the device stays.
+        As for ``close``; each rank has ``gone`` too: for each name, whether there is no such session now.
+        One that is on the device stays.
     """
 
     def expire_all() -> Answer:
         manager, runner = _manager(worker), worker.model_runner
+        named = Named(manager, names, manager.keys(), **only)
 
         def end(key: str) -> bool:
             session = manager.peek(key)
@@ -226,10 +216,9 @@ def expire(worker: Any, *names: str | None, only_id: bool = False) -> Answer:
                 manager.mark_lost(key, Reason.EXPIRED)
             return key not in manager
 
-        keys = manager.keys()
-        there = _each(names, keys, end, only_id=only_id)
-        known = [inside.named(name, keys, only_id=only_id) is not None for name in names]
-        return {"gone": [gone or not was for gone, was in zip(there, known, strict=True)]}
+        ended = named.each(end, what="a session did not expire")
+        gone = [ended_now or key is None for ended_now, key in zip(ended, named.keys, strict=True)]
+        return named.answer(gone=gone)
 
     return on_every_rank(expire_all, ("gone",))
 
@@ -249,11 +238,10 @@ METHODS: dict[str, Callable[..., Answer]] = {
 """By the name under which the worker class has them."""
 
 
-def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool, only_idle: bool) -> Answer:
+def _end(worker: Any, how: str, names: Iterable[str | None], *, only_idle: bool, **only: bool) -> Answer:
     def end_all() -> Answer:
         manager, runner, counts = _manager(worker), worker.model_runner, _counts(worker)
-        keys = {*manager.keys(), *inside.kv_sessions(runner)}
-        named = inside.who(manager, names, keys, only_id=only_id)
+        named = Named(manager, names, (*manager.keys(), *inside.kv_sessions(runner)), **only)
 
         def end(key: str) -> bool:
             if not (only_idle and manager.used(key)):
@@ -261,32 +249,29 @@ def _end(worker: Any, how: str, names: tuple[str | None, ...], *, only_id: bool,
                 _end_one(manager, runner, how, key)
             return True
 
-        counts["absent"] += named["found"].count(False)
-        return {**named, "found": _each(names, keys, end, only_id=only_id)}
+        counts["absent"] += named.absent
+        named.each(end, what=f"the {how} of a session failed")
+        return named.answer()
 
     return on_every_rank(end_all, ("found", "used"))
 
 
-def _each(
-    names: tuple[str | None, ...], keys: Iterable[str], act: Callable[[str], bool], *, only_id: bool
-) -> list[bool]:
-    """What ``act`` answers for each session that is named; false for one that is not there.
+def _move(
+    worker: Any,
+    names: Iterable[str | None],
+    move: Callable[[SessionStateManager], Act],
+    *,
+    word: str,
+    otherwise: str,
+    **only: bool,
+) -> Answer:
+    def move_all() -> Answer:
+        manager = _manager(worker)
+        named = Named(manager, names, manager.keys(), **only)
+        done = named.each(move(manager), what=otherwise)
+        return named.answer(**{word: done})
 
-    Raises:
-        SessionStateError: If sessions refused it; it was called for the others all the same.
-        RuntimeError: If it failed for any in another way.
-    """
-    answers, failures, there, refused = [], [], list(keys), True
-    for name in names:
-        key = inside.named(name, there, only_id=only_id)
-        try:
-            answers.append(key is not None and act(key))
-        except Exception as error:  # noqa: BLE001 - the others shall be done all the same
-            failures.append(f"{type(error).__name__}: {error}")
-            refused = refused and isinstance(error, SessionStateError)
-    if failures:
-        raise (SessionStateError if refused else RuntimeError)("; ".join(failures))
-    return answers
+    return on_every_rank(move_all, ("found", "used", word))
 
 
 def _end_one(manager: SessionStateManager, runner: Any, how: str, key: str) -> None:
@@ -312,9 +297,8 @@ def on_every_rank(work: Callable[[], Answer], agree_on: tuple[str, ...]) -> Answ
     try:
         mine = {"ok": True, **work()}
     except Exception as error:  # noqa: BLE001 - the others are waiting in the gather
-        LOGGER.exception("a session state call failed on this rank")
-        refused = isinstance(error, SessionStateError)
-        mine = {"ok": False, "error": f"{type(error).__name__}: {error}", "refused": refused}
+        say_failure("a session state call failed on this rank", error)
+        mine = {"ok": False, **about(error)}
     ranks = [{"rank": rank, **answer} for rank, answer in enumerate(_gather(mine))]
     views = [[answer.get(name) for name in agree_on] for answer in ranks]
     agree = all(answer["ok"] for answer in ranks) and all(view == views[0] for view in views)

@@ -95,6 +95,11 @@ SERVER_FUNCTION = Seam("omni_init_app_state", "(engine_client, state, args)")
 SERVER_BUILDER = "build_openai_app"
 """Of the same module; returns the application. Only the name is relied on."""
 
+CLIENT_STOPPED = "_shutdown_called"
+"""Attribute of the host's ``AsyncOmni``, only read: whether it is told to stop. Without it ends that a stop
+outruns are said one by one.
+"""
+
 SERVING_SEAMS: dict[str, tuple[Seam, ...]] = {
     "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection": (Seam("handle_connection", "(self)"),),
     "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI": (

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_session_state.errors import CannotParkError, TierFaultError
+from vllm_omni_session_state.errors import CannotParkError, TierFaultError, without_frames
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
@@ -97,12 +97,12 @@ def leave_process(manager: SessionStateManager) -> None:
         LOGGER.warning("what is parked on the disk stays there: %s: %s", type(error).__name__, error)
 
 
-def _park_all(manager: SessionStateManager) -> list[CannotParkError]:
-    """Park every session that nobody uses; what kept those that stay."""
-    refused = []
+def _park_all(manager: SessionStateManager) -> list[Exception]:
+    """Park every session that nobody uses; what kept those that stay, refusals first."""
+    refused: list[Exception] = []
     for key in manager.keys():  # noqa: SIM118 - a manager is no mapping
         try:
             manager.park(key)
-        except CannotParkError as error:  # noqa: PERF203 - one that stays keeps no other from going
-            refused.append(error)
-    return refused
+        except Exception as error:  # noqa: BLE001, PERF203 - one that stays keeps no other from going
+            refused.append(without_frames(error))
+    return sorted(refused, key=lambda error: not isinstance(error, CannotParkError))

@@ -11,7 +11,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni_session_state.errors import SessionStateError
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.omni import seams
+from vllm_omni_session_state.omni.ends import WorkersStoppedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What replicas said of one session in a call about several.
+
+    Attributes:
+        replicas: One list a replica that answered, with what each of its ranks said of this session.
+        failures: What went wrong with it, and what went wrong with the whole call somewhere.
+        refused: Whether all of these are refusals.
+    """
+
+    replicas: list[list[Mapping[str, Any]]]
+    failures: list[str]
+    refused: bool
+
+    def done(self) -> _Said:
+        """The same, where nothing went wrong.
+
+        Raises:
+            SessionStateError: If it was refused.
+            RuntimeError: If it failed in another way.
+        """
+        if self.failures:
+            raise (SessionStateError if self.refused else RuntimeError)("; ".join(self.failures))
+        return self
 
 
 class _Batch:
@@ -19,7 +48,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        self.sent: asyncio.Task[list[Mapping[str, Any]]] | None = None
+        self.sent: asyncio.Task[Asked] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +63,12 @@ class Asked:
 
     answers: dict[int, Mapping[str, Any]]
     failures: list[str]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank of every replica did well."""
+        ranks = (rank for answer in self.answers.values() for rank in answer["ranks"])
+        return not self.failures and all(rank["ok"] for rank in ranks)
 
 
 class Workers:
@@ -55,25 +90,35 @@ class Workers:
         """End a session wherever it is.
 
         Raises:
+            SessionStateError: If a rank refused it; so for all methods here.
             RuntimeError: If a replica or a rank did not do it; the others have.
+            WorkersStoppedError: If the server stops, and its workers with it.
         """
-        await self._together("session_state_close", key)
+        (await self._together("session_state_close", key)).done()
 
     async def park(self, key: str) -> None:
         """Park a session wherever nobody uses it. Raises as ``close()`` does."""
-        await self._together("session_state_park", key)
+        (await self._together("session_state_park", key)).done()
 
     async def begin_restore(self, key: str) -> None:
         """Begin to bring a session back that is parked on the disk. Raises as ``close()`` does."""
-        await self._together("session_state_begin_restore", key)
+        (await self._together("session_state_begin_restore", key)).done()
 
     async def expire(self, key: str) -> bool:
         """End a session that is parked; whether it is gone everywhere. Raises as ``close()`` does."""
-        at, answers = await self._together("session_state_expire", key)
-        return all(rank["gone"][at] for answer in answers for rank in answer["ranks"])
+        said = (await self._together("session_state_expire", key)).done()
+        return all(rank["gone"] for ranks in said.replicas for rank in ranks)
 
-    async def _together(self, method: str, key: str) -> tuple[int, list[Mapping[str, Any]]]:
-        """Have a call about a session made: its place in the call, and what came back."""
+    async def holds(self, key: str) -> bool:
+        """Whether some replica has the session on all its ranks. Raises as ``close()`` does, if none has."""
+        said = await self._together("session_state_holds", key)
+        if any(all(rank.get("found") for rank in ranks) for ranks in said.replicas):
+            return True
+        said.done()
+        return False
+
+    async def _together(self, method: str, key: str) -> _Said:
+        """Have a call about a session made, with those about others that come meanwhile."""
         batch = self._open.get(method)
         if batch is None:
             batch = self._open[method] = _Batch()
@@ -81,58 +126,56 @@ class Workers:
         batch.keys.append(key)
         at = len(batch.keys) - 1
         assert batch.sent is not None, "a batch is made with its task"
-        return at, await asyncio.shield(batch.sent)
+        return _said_of(at, await asyncio.shield(batch.sent))
 
-    async def _send(self, method: str, batch: _Batch) -> list[Mapping[str, Any]]:
+    async def _send(self, method: str, batch: _Batch) -> Asked:
         async with self._turn:
             del self._open[method]
-            return await self._call(method, *batch.keys)
+            if self._deaf:
+                return Asked({}, [])
+            try:
+                asked = await self._replies(method, tuple(batch.keys), {"only_id": True})
+            except Exception as error:  # noqa: BLE001 - it goes on
+                raise (WorkersStoppedError() if self._stopped else error) from None
+            if asked.failures and self._stopped:
+                raise WorkersStoppedError
+            self._hear(method, asked)
+            return Asked({}, []) if self._deaf else asked
 
-    async def holds(self, key: str) -> bool:
-        """Whether some replica has the session on all its ranks."""
-        async with self._turn:
-            answers = await self._call("session_state_holds", key)
-        return any(all(rank["found"] for rank in answer["ranks"]) for answer in answers)
-
-    async def ask(
-        self, method: str, *names: str, sent: asyncio.Event | None = None, only_idle: bool = False
-    ) -> Asked:
+    async def ask(self, method: str, *names: str, sent: asyncio.Event | None = None, **how: bool) -> Asked:
         """Ask for what an operator wants; names are ids or as a listing shows them.
 
         Args:
             method: One of ``rpc.METHODS``.
             *names: Its arguments.
             sent: Set as soon as the call is on its way: before that a cancellation leaves nothing behind.
-            only_idle: Leave a session that is in use as it is.
+            **how: Its keywords.
         """
         async with self._turn:
             if sent is not None:
                 sent.set()
             if self._deaf:
                 return Asked({}, [])
-            asked = await self._replies(method, names, {"only_idle": True} if only_idle else {})
+            asked = await self._replies(method, names, {name: True for name, on in how.items() if on})
         if not asked.answers:
-            self._hear(method, asked.failures)
+            self._hear(method, asked)
         return asked
 
-    async def _call(self, method: str, *keys: str) -> list[Mapping[str, Any]]:
-        if self._deaf:
-            return []
-        asked = await self._replies(method, keys, {"only_id": True})
-        answers = list(asked.answers.values())
-        failures = [_failure(rank) for answer in answers for rank in answer["ranks"] if not rank["ok"]]
-        failures += asked.failures
-        self._hear(method, failures)
-        if failures and not self._deaf:
-            raise RuntimeError("; ".join(failures))
-        return answers
+    @property
+    def _stopped(self) -> bool:
+        """Whether the server stops in order; the host notes it before anything ends."""
+        return bool(getattr(self._engine_client, seams.CLIENT_STOPPED, False))
 
-    def _hear(self, method: str, failures: list[str]) -> None:
+    def _hear(self, method: str, asked: Asked) -> None:
         """Note, once, that no worker has such a method: it has said why its model keeps its own state.
 
         Each call is an error there.
         """
-        if failures and not self._deaf and all(f"attribute '{method}'" in failure for failure in failures):
+        ranks = [rank for answer in asked.answers.values() for rank in answer["ranks"]]
+        if self._deaf or any(rank["ok"] or "errors" in rank for rank in ranks):
+            return
+        failures = [*asked.failures, *(rank["error"] for rank in ranks)]
+        if failures and all(f"attribute '{method}'" in failure for failure in failures):
             self._deaf = True
             LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
 
@@ -152,5 +195,20 @@ class Workers:
         return asked
 
 
-def _failure(rank: Mapping[str, Any]) -> str:
-    return f"rank {rank['rank']}: {rank['error']}"
+def _said_of(at: int, asked: Asked) -> _Said:
+    """What was said of one of the sessions of a call, by its place there."""
+    replicas: list[list[Mapping[str, Any]]] = []
+    failures, refused = [], not asked.failures
+    for answer in asked.answers.values():
+        # What is no list is said of all of them.
+        ranks: list[Mapping[str, Any]] = [
+            {what: said[at] if isinstance(said, list) else said for what, said in rank.items()}
+            for rank in answer["ranks"]
+        ]
+        replicas.append(ranks)
+        for rank in ranks:
+            wrong = rank.get("errors", None if rank["ok"] else rank)
+            if wrong is not None:
+                failures.append(f"rank {rank['rank']}: {wrong['error']}")
+                refused = refused and wrong.get("refused", False)
+    return _Said(replicas, [*failures, *asked.failures], refused)
