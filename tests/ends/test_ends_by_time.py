@@ -6,6 +6,8 @@ import logging
 import pytest
 from ends_fakes import Server, run, soon
 
+from vllm_omni_session_state.omni.ends import Ends
+
 
 @run
 async def test_a_session_that_nobody_steps_is_parked_once_and_its_next_step_starts_the_clock_anew():
@@ -172,3 +174,48 @@ async def test_an_end_that_comes_while_its_session_expires_arrives_once():
     assert server.arrived == ["x"]
     assert len(workers.asked) == 1
     assert len(server.ends) == 0
+
+
+async def an_end_that_comes_while_its_session_expires_waits_for_that(ends=None):
+    """Else the expiry could still end in the worker a later session than the one that it was asked about."""
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def expire(key):
+        asked.set()
+        await answer.wait()
+        return False
+
+    server = Server(expire=expire, expire_s=0.01)
+    if ends is not None:
+        server.ends.__class__ = ends
+    await server.step("x", "a")
+    await asked.wait()
+    server.ends.leave("a")
+    later = asyncio.create_task(server.step("x", "b"))
+    await soon()
+    assert server.arrived == [], "its expiry is under way"
+    assert not later.done()
+    answer.set()
+    await later
+    assert server.arrived == ["x"]
+    assert "x" in server.ends
+    server.ends.end("x")
+    await soon()
+    assert server.arrived == ["x", "x"]
+
+
+@run
+async def test_an_end_waits_for_the_expiry_of_its_session_that_is_under_way():
+    await an_end_that_comes_while_its_session_expires_waits_for_that()
+
+
+class Hasty(Ends):
+    """A mutant: an end does not wait for an earlier one of its session."""
+
+    async def _deliver(self, key, live, earlier):
+        await super()._deliver(key, live, None)
+
+
+def test_an_end_that_does_not_wait_for_an_earlier_one_is_caught():
+    with pytest.raises(AssertionError, match="its expiry is under way"):
+        asyncio.run(an_end_that_comes_while_its_session_expires_waits_for_that(Hasty))

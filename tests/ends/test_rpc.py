@@ -145,6 +145,7 @@ def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(mode
                 "used": [True],
                 "shown": [hashed("a")],
                 "parked": [False],
+                "errors": [None],
             }
             for how in ("close", "reset"):
                 end = getattr(worker, f"session_state_{how}")
@@ -196,7 +197,7 @@ def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):
 def test_kv_without_state_is_listed_and_ends_too(model, worker):
     model.runner._sessions["a"] = model.runner._new_session_state("a")
     assert only(worker.session_state_list())["only_kv"] == [hashed("a")]
-    assert not only(worker.session_state_holds("a"))["found"]
+    assert only(worker.session_state_holds("a"))["found"] == [False]
     assert only(worker.session_state_close(hashed("a")))["found"] == [True]
     assert not model.runner._sessions
 
@@ -209,7 +210,7 @@ def test_an_end_that_comes_by_id_never_hits_a_session_shown_like_it(model, worke
 
 def test_nobody_is_the_default_session(model, worker):
     step(model, DEFAULT)
-    assert only(worker.session_state_holds(None))["found"]
+    assert only(worker.session_state_holds(None))["found"] == [True]
     assert only(worker.session_state_close(""))["found"] == [True]
 
 
@@ -236,7 +237,8 @@ def test_one_end_that_fails_does_not_keep_the_others_from_ending(model, worker, 
     monkeypatch.setattr(model.runner, "close_session", close_session)
     answer = worker.session_state_close("a", "b")
     assert not answer["agree"]
-    assert answer["ranks"][0]["error"] == "RuntimeError: OSError: no"
+    assert answer["ranks"][0]["error"] == "OSError: no"
+    assert [wrong is not None for wrong in answer["ranks"][0]["errors"]] == [True, False]
     assert model.pipeline._memory_manager.keys() == ()
     monkeypatch.undo()
     model.close("a")
@@ -275,6 +277,12 @@ def in_rank(rank, checkpoint):
             manager.drop_session = None  # whoever calls it fails
         said["one fails"] = worker.session_state_close("b")
         manager.drop_session = host
+        for key in ("d", "e"):
+            manager.get_or_create_session(key)
+        if rank == 0:
+            manager.drop_session = lambda key: host(key) if key != "d" else 1 / 0
+        said["one fails for one"] = worker.session_state_close("d", "e")
+        manager.drop_session = host
         said["left"] = list(manager.keys())
         torch.distributed.barrier()
         if rank == 1:
@@ -304,7 +312,13 @@ def test_two_ranks_answer_together_and_neither_waits_for_one_that_failed_or_is_g
     assert not first["one fails"]["agree"]
     assert [rank["ok"] for rank in first["one fails"]["ranks"]] == [True, False]
     assert "TypeError" in first["one fails"]["ranks"][1]["error"]
-    assert (first["left"], second["left"]) == ([], ["b"])
+    ranks = first["one fails for one"]["ranks"]
+    assert [rank["found"] for rank in ranks] == [[True, True]] * 2
+    assert [[wrong is not None for wrong in rank["errors"]] for rank in ranks] == [
+        [True, False],
+        [False, False],
+    ]
+    assert (first["left"], second["left"]) == (["d"], ["b"])
 
 
 def test_two_ranks_of_a_served_dreamzero_list_park_restore_and_close_together(dreamzero_checkpoint, tmp_path):
