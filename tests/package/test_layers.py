@@ -21,7 +21,7 @@ ROWS = (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
         *("ledger", "accounts", "order", "moves"),
     ),
-    ("errors", "events", "sizes", "config", "regions", "ids", "losses", "origins"),
+    ("errors", "printable", "events", "sizes", "config", "regions", "ids", "losses", "origins"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
 SERVES = ROOT / "ab" / "child.py"

@@ -201,7 +201,7 @@ def _adder(router: APIRouter, method: str) -> Callable[..., None]:
 _MEANING = {
     401: "The server has an API key and it is not given.",
     404: "There is no such session.",
-    409: "The session is in use, or does not move: nothing has changed.",
+    409: "The session is in use, does not move, or is one of several of that name: nothing has changed.",
     422: "The request is not understood.",
     502: f"{FAILED}: a worker could not do it.",
     504: "No worker answered in time.",
