@@ -189,7 +189,8 @@ def test_a_stage_without_managed_state_does_not_keep_the_ends_from_the_others(ca
     assert "ends of sessions are not sent any more" in caplog.text
 
 
-def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog, at_once):
     engine = Engine()
 
     async def scenario():
@@ -201,10 +202,12 @@ def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog)
                 pass
         engine._shutdown_called = True
         await asyncio.sleep(0.05)
-        assert not await ends.resume("robot-0", "again")
+        if not at_once:
+            assert not await ends.resume("robot-0", "again")
         for n in range(50):
             ends.leave(n)
-            await asyncio.sleep(0)
+            if not at_once:
+                await asyncio.sleep(0.001)
         ends.leave("again")
         await arrived(ends)
         with pytest.raises(WorkersStoppedError):
@@ -213,7 +216,7 @@ def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog)
     with caplog.at_level(logging.INFO, logger="vllm_omni.session_state"):
         asyncio.run(scenario())
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "the server stops: 50 sessions end with it")
+        ("INFO", "the server stops: no ends of 50 sessions are sent to its workers, which stop too")
     ]
 
 

@@ -52,6 +52,14 @@ def only(answer):
     return rank
 
 
+def test_a_rank_on_which_one_was_refused_and_one_failed_has_not_just_refused(worker, monkeypatch):
+    manager = manager_of(worker)
+    park = manager.park
+    monkeypatch.setattr(manager, "park", lambda key: park(key) if key != "c" else 1 / 0)
+    assert only(rpc.park(worker, "a", "b"))["refused"]
+    assert not only(rpc.park(worker, "a", "c"))["refused"]
+
+
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_an_end_that_fails_is_said_of_its_session_alone(worker, caplog, how):
     worker.model_runner.fails["b"] = RuntimeError("CUDA error")

@@ -175,4 +175,4 @@ def test_a_shutdown_in_order_is_one_line_for_all_sessions(server):
     assert not [line for line in said if "WARNING" in line or "ERROR" in line]
     (line,) = [line for line in said if "the server stops" in line]
     assert "INFO" in line
-    assert "3 sessions end with it" in line
+    assert "no ends of 3 sessions are sent" in line

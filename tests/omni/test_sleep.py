@@ -143,3 +143,20 @@ def test_a_park_that_breaks_never_keeps_the_worker_awake(monkeypatch):
     monkeypatch.setattr(manager, "keys", None)
     hook_sleep(Worker, lambda _: manager)
     assert Worker().sleep() == "slept"
+
+
+def test_one_session_that_breaks_keeps_no_other_on_the_device(monkeypatch, caplog):
+    class Worker:
+        def sleep(self, level=1):
+            return "slept"
+
+    manager = SessionStateManager(tier=HostTier(budget=1 << 20))
+    for key in "abc":
+        with manager.lease(key) as session:
+            session.attrs["x"] = 1
+    park = manager.park
+    monkeypatch.setattr(manager, "park", lambda key: park(key) if key != "b" else {}[key])
+    hook_sleep(Worker, lambda _: manager)
+    assert Worker().sleep() == "slept"
+    assert manager.stats()["parked_sessions"] == 2
+    assert "1 sessions stay on the device: 'b'" in caplog.text

@@ -273,7 +273,10 @@ class Ends:
         if isinstance(error, WorkersStoppedError):
             if not self._over:
                 going = {key} | self._live.keys() | self._arriving.keys()
-                LOGGER.info("the server stops: %d sessions end with it", len(going))
+                LOGGER.info(
+                    "the server stops: no ends of %d sessions are sent to its workers, which stop too",
+                    len(going),
+                )
             self._over = True
         elif isinstance(error, SessionStateError):
             say_rarely(logging.WARNING, ("ends", what), f"{what}: %s", shown(key), error)
