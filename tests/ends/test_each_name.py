@@ -176,6 +176,10 @@ def test_a_listing_tells_sessions_apart_that_are_shown_alike(worker, monkeypatch
         (hashed("a"), "kv_only"),
     ]
     assert all(row["agree"] for row in rows)
+    elsewhere = SimpleNamespace(model_runner=Runner(SessionStateManager()))
+    elsewhere.model_runner._sessions = {"b": None}
+    rows = merged.rows({0: rpc.list_sessions(worker), 1: rpc.list_sessions(elsewhere)})
+    assert [row["replicas"] for row in rows] == [[0], [0, 1], [0], [0]], "KV is known by the session's id too"
     assert (
         only(rpc.inspect(worker, "b"))["session"]["digest"]
         != only(rpc.inspect(worker, "a"))["session"]["digest"]

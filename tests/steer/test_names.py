@@ -7,7 +7,7 @@ import urllib.parse
 import hostile
 import pytest
 from desk_fakes import FakeEngine
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from profiles import sized
 from rich.console import Console
 
@@ -140,24 +140,29 @@ def row(session):
         "session": session,
         "state": "idle",
         "nbytes": {"cpu": 1},
+        "home": 0,
         "replicas": [0],
         "ranks": 1,
         "agree": True,
     }
 
 
+WHOLE = {"agree": True, "answered": [0]}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @sized(400)
 @given(hostile.ids)
+@example("[bold red]robot[/bold red]")
+@example("robot[/]")
+@example(":smile:")
 def test_a_table_shows_whatever_a_server_sends_and_no_terminal_acts_on_it(name):
     """Also of a server that does not escape: a name that is printable stands there as it is."""
     value = {"name": name, "kind": name, "shape": name, "nbytes": {"cpu": 1}}
     with terminal(width=4000) as got:
-        tables.show_sessions({"sessions": [row(name)], "agree": True})
-        tables.show_session({**row(name), "values": [value]})
-        tables.show_session({**row(name), "values": []})
+        tables.show_sessions({"sessions": [row(name)], **WHOLE})
+        tables.show_session({**row(name), "values": [value], **WHOLE})
+        tables.show_session({**row(name), "values": [], **WHOLE})
     text = ANSI.sub("", got.get())
     assert is_printable(text)
     if name.isprintable() and name.isascii() and name == name.strip():
@@ -170,7 +175,7 @@ def test_a_table_has_one_row_for_each_session(keys):
     show_in_the_clear(True)
     try:
         with terminal(width=2000) as got:
-            tables.show_sessions({"sessions": [row(shown(key)) for key in keys], "agree": True})
+            tables.show_sessions({"sessions": [row(shown(key)) for key in keys], **WHOLE})
         words = [line.split() for line in ANSI.sub("", got.get()).splitlines() if " idle " in line]
         assert [first for first, *_ in words] == [shown(key) for key in keys]
     finally:
