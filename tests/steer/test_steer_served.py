@@ -62,7 +62,7 @@ def test_a_robots_session_goes_through_every_route_and_goes_on(server, ask):
         for how, done in (("reset", "reset"), ("close", "closed")):
             status, answer = ask("POST", f"/{row['session']}/{how}", {"timeout_s": 60})
             assert (status, answer["done"]) == (200, done)
-            assert ask("GET") == (200, {"sessions": [], "agree": True})
+            assert ask("GET") == (200, {"sessions": [], "agree": True, "answered": [0]})
             robot.step()
         assert ask("POST", "/nobody/close")[0] == 404
         assert ask("POST", f"/{row['session']}/close", {"timeout_s": 0})[0] == 422
@@ -81,7 +81,7 @@ def test_a_call_during_a_long_step_is_too_slow_and_takes_effect_after_it(server,
         assert (status, answer["error"]["type"], answer["error"]["pending"]) == (504, "timeout", True)
         assert answer["error"]["last_known"]["figures"]["sessions"] >= 1
         assert robot.receive().shape == (8, 8)
-        assert ask("GET") == (200, {"sessions": [], "agree": True})
+        assert ask("GET") == (200, {"sessions": [], "agree": True, "answered": [0]})
 
 
 def test_a_scrape_during_a_long_step_is_answered_at_once_and_its_figures_are_the_workers(server):
