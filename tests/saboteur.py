@@ -3,7 +3,7 @@
 import errno
 import os
 
-from vllm_omni_session_state.tiers.folder import System
+from vllm_omni_session_state.tiers.system import System
 
 CALLS = [name for name in vars(System) if not name.startswith("_")]
 

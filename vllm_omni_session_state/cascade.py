@@ -46,7 +46,7 @@ from vllm_omni_session_state.session import Declaration, host_fields
 from vllm_omni_session_state.settlement import held_of
 from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.tiers.disk import FIGURES, DiskTier
 from vllm_omni_session_state.tiers.host import HostTier, Parcel
 
 
@@ -92,13 +92,10 @@ class Cascade:
 
     def figures(self) -> dict[str, int]:
         """Bytes in each tier, of these what sessions have spilled, and what is and was read ahead."""
-        host, disk, spiller = self.host, self.disk, self.spiller
         return {
-            "host_parked_nbytes": 0 if host is None else host.nbytes,
-            "disk_nbytes": 0 if disk is None else disk.nbytes,
-            "spilled_nbytes": 0 if spiller is None else spiller.nbytes,
-            "ahead_nbytes": 0 if disk is None else disk.ahead.nbytes,
-            "restores_ahead": 0 if disk is None else disk.ahead.taken,
+            "host_parked_nbytes": 0 if self.host is None else self.host.nbytes,
+            **(dict.fromkeys(FIGURES, 0) if self.disk is None else self.disk.figures()),
+            "spilled_nbytes": 0 if self.spiller is None else self.spiller.nbytes,
         }
 
     def begin(self, key: str) -> bool:

@@ -23,7 +23,7 @@ from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.spill import SEGMENT
 from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.folder import System
+from vllm_omni_session_state.tiers.system import System
 
 pytestmark = pytest.mark.host
 

@@ -12,7 +12,8 @@ from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
 from vllm_omni_session_state.omni.sleep import hook_shutdown
-from vllm_omni_session_state.tiers.disk import DiskTier, read_file
+from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.tiers.files import read_file
 
 pytestmark = pytest.mark.host
 

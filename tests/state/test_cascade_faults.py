@@ -22,7 +22,7 @@ from vllm_omni_session_state.errors import (
 )
 from vllm_omni_session_state.release import Watch
 from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.folder import System
+from vllm_omni_session_state.tiers.system import System
 
 
 @pytest.fixture

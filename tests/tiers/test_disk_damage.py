@@ -11,7 +11,8 @@ from files import SESSION, document, final_files, same, storages
 
 from vllm_omni_session_state.errors import BadFileError, TierFaultError
 from vllm_omni_session_state.tiers import session_file
-from vllm_omni_session_state.tiers.disk import DiskTier, read_file
+from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.tiers.files import read_file
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tier, monkeypatch):
     (path,) = final_files(tier.folder)
     real = os.fstat(os.open(path, os.O_RDONLY))
     path.write_bytes(path.read_bytes()[:-100])
-    monkeypatch.setattr("vllm_omni_session_state.tiers.folder.System.fstat", staticmethod(lambda fd: real))
+    monkeypatch.setattr("vllm_omni_session_state.tiers.system.System.fstat", staticmethod(lambda fd: real))
     with pytest.raises(BadFileError, match="ends 100 bytes early"):
         tier.get(ticket)
 

@@ -12,7 +12,7 @@ from saboteur import CALLS, Saboteur
 
 from vllm_omni_session_state.errors import BadFileError, TierFaultError
 from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.folder import System
+from vllm_omni_session_state.tiers.system import System
 
 
 class Course:

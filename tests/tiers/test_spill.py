@@ -18,7 +18,7 @@ from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.ids import fingerprint
 from vllm_omni_session_state.spill import SEGMENT, Spiller
 from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.folder import System
+from vllm_omni_session_state.tiers.system import System
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from vllm_omni_session_state.adapters.latents import FIELD, Policy, whole
 from vllm_omni_session_state.errors import LatentsUnreadableError
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.folder import System
 from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.tiers.system import System
 
 KEYS = st.sampled_from(["a", "b"])
 LARGE = 1 << 24

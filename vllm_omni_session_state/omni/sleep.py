@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_session_state.errors import CannotParkError, TierFaultError, without_frames
+from vllm_omni_session_state.errors import CannotParkError, without_frames
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
@@ -78,23 +78,39 @@ def leave_device(manager: SessionStateManager) -> None:
 
 
 def leave_process(manager: SessionStateManager) -> None:
-    """Leave nothing on the disk, or all sessions where they are to be kept. Never raises."""
+    """Leave nothing on the disk, or all sessions where they are to be kept.
+
+    Nothing of its own is raised. What stops the process meanwhile goes on once the disk is closed: the host
+    turns the signal that ends a worker's time for its shutdown into ``SystemExit``, and would have to kill a
+    worker that took no notice.
+    """
     disk = manager.cascade.disk
+    if disk is None:
+        return
     try:
-        if disk is None:
-            return
         if disk.keep:
-            refused = _park_all(manager)
-            manager.cascade.leave_memory()
-            kept = manager.stats()["disk_sessions"]
-            LOGGER.info("the worker shuts down: %d of %d sessions are on the disk", kept, len(manager))
-            if refused:
-                LOGGER.warning("%d sessions are not kept: %s", len(refused), refused[0])
-        disk.close()
-    except TierFaultError as error:
-        LOGGER.warning("%s. The next worker that starts there cleans it", error)
+            _keep_all(manager)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
         LOGGER.warning("what is parked on the disk stays there: %s: %s", type(error).__name__, error)
+    except BaseException as stop:
+        kept, name = manager.stats()["disk_sessions"], type(stop).__name__
+        LOGGER.warning("%s while sessions are written: %d of %d are kept", name, kept, len(manager))
+        raise
+    finally:
+        try:
+            disk.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            LOGGER.warning("%s. The next worker that starts there cleans it", error)
+
+
+def _keep_all(manager: SessionStateManager) -> None:
+    """Bring all sessions to the disk, as far as that goes."""
+    refused = _park_all(manager)
+    manager.cascade.leave_memory()
+    kept = manager.stats()["disk_sessions"]
+    LOGGER.info("the worker shuts down: %d of %d sessions are on the disk", kept, len(manager))
+    if refused:
+        LOGGER.warning("%d sessions are not kept: %s", len(refused), refused[0])
 
 
 def _park_all(manager: SessionStateManager) -> list[Exception]:

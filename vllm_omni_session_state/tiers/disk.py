@@ -7,13 +7,11 @@ holds, and what it could not write is not there.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
-import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +19,14 @@ import torch
 
 from vllm_omni_session_state.errors import BadFileError, TierFaultError, TierFullError
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.tiers import session_file
+from vllm_omni_session_state.tiers import files, session_file
 from vllm_omni_session_state.tiers.ahead import ReadAhead
-from vllm_omni_session_state.tiers.folder import Folder, System, close_quietly, trying
-from vllm_omni_session_state.transfer import host_memory
+from vllm_omni_session_state.tiers.files import PART, SUFFIX, Contents
+from vllm_omni_session_state.tiers.folder import Folder
+from vllm_omni_session_state.tiers.system import System
 
-SUFFIX = ".safetensors"
-PART = ".part"
-
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FIGURES = ("disk_nbytes", "kept_nbytes", "ahead_nbytes", "restores_ahead")
+"""Bytes of files, of what earlier workers kept and of what was read ahead; restores that were read ahead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,26 +46,13 @@ class Ticket:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What a file holds, verified.
-
-    Attributes:
-        document: The skeleton's document.
-        storages: New ones, in host memory.
-    """
-
-    document: Any
-    storages: list[torch.UntypedStorage]
-
-
 class DiskTier:
     """Files in a folder that is this process's alone.
 
     Args:
         path: The deployment's folder, which its workers share; made where it is missing.
-        budget: Bytes of files of this worker.
-        keep: Whether what is there stays when this is closed.
+        budget: Bytes of files of this worker, and of what earlier ones of its number kept.
+        keep: Whether what is there stays when this is closed, or its process killed.
 
     Attributes:
         nbytes: Bytes of the files that are there.
@@ -83,7 +66,8 @@ class DiskTier:
         self.budget = budget
         self.keep = keep
         self.nbytes = 0
-        self._folder = Folder(os.fspath(path))
+        self._folder = Folder(os.fspath(path), keep=keep)
+        self._folder.kept.shrink(budget)
         self._lock = threading.Lock()
         self._tickets: dict[str, Ticket] = {}
         self._strays: dict[str, int] = {}  # charges of files that are nobody's and could not be removed yet
@@ -97,8 +81,13 @@ class DiskTier:
 
     @property
     def room(self) -> int:
-        """Bytes that are left."""
+        """Bytes that are left; what earlier workers kept goes before it is wanted."""
         return self.budget - self.nbytes
+
+    def figures(self) -> dict[str, int]:
+        """See ``FIGURES``."""
+        figures = (self.nbytes, self._folder.kept.nbytes, self.ahead.nbytes, self.ahead.taken)
+        return dict(zip(FIGURES, figures, strict=True))
 
     def put(
         self,
@@ -121,7 +110,7 @@ class DiskTier:
             TierFaultError: If it cannot be written. After either, nothing has changed.
         """
         self._refuse_strangers("write a parked session")
-        views = [_view(storage) for storage in storages]
+        views = [files.view(storage) for storage in storages]
         head = session_file.compose(document, views, session=session)
         wanted = len(head) + sum(view.nbytes for view in views)
         with self._lock:
@@ -129,7 +118,8 @@ class DiskTier:
                 raise TierFullError("disk", wanted=wanted, room=max(0, self.room), setting="disk.budget")
             self.nbytes += wanted
         try:
-            name = self._write([memoryview(head), *views])
+            self._folder.kept.shrink(self.budget - self.nbytes)
+            name = self._folder.kept.yielding(lambda: self._write([memoryview(head), *views]))
         except BaseException:
             with self._lock:
                 self.nbytes -= wanted
@@ -192,30 +182,37 @@ class DiskTier:
         assert {name: size for name, size in there.items() if name not in self._strays} == claimed, (
             "disk tier files"
         )
+        self._folder.kept.check()
 
     def close(self) -> None:
         """Remove all files and the folder, or leave those that ``keep`` says. A second call does nothing.
 
+        What interrupts it interrupts a wait only: the lock is let go of, and what is kept stays.
+
         Raises:
             TierFaultError: If something could not be removed; the next worker that starts here does it.
         """
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        kept = self.keep and bool(self._tickets)
+        try:
             self.ahead.close()
-            kept = self.keep and self._folder.ours and bool(self._tickets)
+            if kept and self._folder.ours:
+                self._remove_strays()
+                LOGGER.info("parked sessions are kept in %s", self.folder)
+        finally:
             if self._folder.ours:
                 self._tickets.clear()
                 self.nbytes = 0
-            if not kept:
+            if kept:
+                self._folder.leave()
+            else:
                 self._folder.remove()
-                return
-            self._remove_strays()
-            LOGGER.info("parked sessions are kept in %s", self._folder.keep())
 
     def _read_back(self, ticket: Ticket) -> Contents:
         file = f"{self.folder}/{ticket.name}"
-        with _opened(ticket.name, file=file, folder=self._folder.fd) as fd:
-            header, contents = _read(fd, file=file)
+        header, contents = files.read(ticket.name, folder=self._folder.fd, file=file)
         if header.session != ticket.session:
             raise BadFileError("it is of another session", file=file)
         if header.checksum != ticket.checksum:
@@ -236,26 +233,14 @@ class DiskTier:
 
     def _write(self, pieces: Sequence[memoryview]) -> str:
         name = secrets.token_hex(16) + SUFFIX
-        part = name + PART
         self._remove_strays()
-        with trying("write a parked session", f"{self.folder}/{name}"):
-            try:
-                fd = System.open(part, _NEW, 0o600, dir_fd=self._folder.fd)
-                try:
-                    for piece in pieces:
-                        _write_all(fd, piece, file=f"{self.folder}/{part}")
-                    System.fsync(fd)
-                except BaseException:
-                    close_quietly(fd)
-                    raise
-                System.close(fd)  # some file systems tell only here that there is no room
-                System.rename(part, name, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
-                System.fsync(self._folder.fd)
-            except BaseException:
-                with self._lock:
-                    self._strays.update({part: 0, name: 0})
-                self._remove_strays()
-                raise
+        try:
+            files.write(name, pieces, folder=self._folder.fd, file=f"{self.folder}/{name}")
+        except BaseException:
+            with self._lock:
+                self._strays.update({name + PART: 0, name: 0})
+            self._remove_strays()
+            raise
         return name
 
     def _remove_strays(self) -> None:
@@ -273,75 +258,3 @@ class DiskTier:
                     )
                     continue
                 self.nbytes -= self._strays.pop(name)
-
-
-def read_file(path: str | os.PathLike[str]) -> Contents:
-    """What a session's file holds, for somebody without a ticket.
-
-    Raises:
-        BadFileError: If it is damaged or not a session's.
-        TierFaultError: If it cannot be read.
-        MemoryError: If the machine has no room.
-    """
-    file = os.fspath(path)
-    with _opened(file, file=file, folder=None) as fd:
-        return _read(fd, file=file)[1]
-
-
-@contextlib.contextmanager
-def _opened(name: str, *, file: str, folder: int | None) -> Iterator[int]:
-    with trying("read a parked session", file):
-        fd = System.open(name, _OLD, dir_fd=folder)
-        try:
-            yield fd
-        finally:
-            close_quietly(fd)
-
-
-def _read(fd: int, *, file: str) -> tuple[session_file.Header, Contents]:
-    status = System.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size < session_file.PREFIX:
-        raise BadFileError(f"it has {status.st_size} bytes and is no session's file", file=file)
-    head = bytearray(session_file.PREFIX)
-    _read_all(fd, memoryview(head), file=file)
-    rest = bytearray(session_file.header_nbytes(bytes(head), status.st_size, file=file))
-    _read_all(fd, memoryview(rest), file=file)
-    header = session_file.parse(bytes(head + rest), status.st_size, file=file)
-    try:
-        tensors = [host_memory(size) for size in header.sizes]
-    except (RuntimeError, OSError) as error:
-        raise MemoryError(f"no host memory for the {sum(header.sizes)} bytes of {file}: {error}") from error
-    for number, (tensor, checksum) in enumerate(zip(tensors, header.checksums, strict=True)):
-        view = _view(tensor)
-        _read_all(fd, view, file=file)
-        session_file.check_data(view, checksum, number, file=file)
-    return header, Contents(header.document, [tensor.untyped_storage() for tensor in tensors])
-
-
-def _view(storage: torch.UntypedStorage | torch.Tensor) -> memoryview:
-    with torch.inference_mode(False):
-        tensor = storage
-        if isinstance(storage, torch.UntypedStorage):
-            tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return memoryview(tensor.numpy())  # type: ignore[union-attr, arg-type]
-
-
-def _write_all(fd: int, view: memoryview, *, file: str) -> None:
-    while view.nbytes:
-        written = System.write(fd, view)
-        if not written:
-            raise TierFaultError(
-                "write a parked session",
-                file=file,
-                why=f"a write makes no progress and {view.nbytes} bytes are left",
-                remedy="look after the disk, or choose another disk.path",
-            )
-        view = view[written:]
-
-
-def _read_all(fd: int, view: memoryview, *, file: str) -> None:
-    while view.nbytes:
-        count = System.readv(fd, [view])
-        if not count:
-            raise BadFileError(f"it ends {view.nbytes} bytes early", file=file)
-        view = view[count:]

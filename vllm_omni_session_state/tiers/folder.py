@@ -1,78 +1,36 @@
 """A worker's own folder below the deployment's: locked for life, and what dead workers left is cleaned.
 
 Under the deployment's lock, which is held for the start alone, a worker cleans, makes its folder and locks
-it; so no other sees a folder that is not yet locked. The lock goes with the process, however that ends.
+it; so no other sees a folder with files that is not yet locked. The lock goes with the process, however that
+ends.
 
-``System`` is the one place through which the disk tier reaches the file system.
+Workers that share the deployment's folder are numbered: one that starts takes the lowest number that no
+living worker has. What an earlier worker of that number kept counts towards its budget. A folder that is to
+be kept has the name for it from its start on: a process that is killed at any instant leaves what it parked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import itertools
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 
 from vllm_omni_session_state.errors import TierFaultError
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.tiers.files import PART
+from vllm_omni_session_state.tiers.kept import KEPT, KeptFolders, empty, lives
+from vllm_omni_session_state.tiers.system import System, close_folder, open_folder, trying
 
 LOCK_WAIT_S = 30.0
 """How long a starting worker waits for others that start at the same time."""
 
-KEPT = "kept-"
-"""How the folder of a worker that was told to keep its sessions begins."""
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_WORKER = re.compile(r"worker-[0-9a-f]{32}", re.ASCII)
-
-_REMEDIES = {
-    errno.ENOSPC: "free space on its file system, or lower disk.budget",
-    errno.EDQUOT: "raise the user's quota, or lower disk.budget",
-    errno.ENOENT: "somebody removed it while it was in use: leave it alone, and start the server anew",
-    errno.ELOOP: "a link stands in its place: remove the link, and find out who made it",
-    errno.EACCES: "let the server's user read and write there",
-    errno.EPERM: "let the server's user read and write there",
-    errno.EROFS: "mount its file system for writing, or choose another disk.path",
-    errno.EAGAIN: "another worker that starts holds its lock: look for one that hangs",
-}
-
-
-def _names(fd: int) -> list[str]:
-    return os.listdir(fd)
-
-
-class System:
-    """The system calls of the tier."""
-
-    makedirs = staticmethod(os.makedirs)
-    mkdir = staticmethod(os.mkdir)
-    open = staticmethod(os.open)
-    close = staticmethod(os.close)
-    fstat = staticmethod(os.fstat)
-    flock = staticmethod(fcntl.flock)
-    listdir = staticmethod(_names)
-    write = staticmethod(os.write)
-    readv = staticmethod(os.readv)
-    fsync = staticmethod(os.fsync)
-    rename = staticmethod(os.rename)
-    unlink = staticmethod(os.unlink)
-    rmdir = staticmethod(os.rmdir)
-
-
-@contextlib.contextmanager
-def trying(purpose: str, file: str) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``TierFaultError`` that says what was tried, on what, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "look after the disk, or choose another disk.path")
-        why = f"{errno.errorcode.get(error.errno or 0, 'error')}, {error.strerror or error}"
-        raise TierFaultError(purpose, file=file, why=why, remedy=remedy) from error
+_WORKER = "worker-"
+_NAME = re.compile(rf"(?:{_WORKER}|{KEPT})(?:([0-9]{{1,9}})-)?[0-9a-f]{{32}}")
 
 
 class Folder:
@@ -80,33 +38,38 @@ class Folder:
 
     Args:
         path: The deployment's folder; made where it is missing.
+        keep: Whether what is in it stays when its worker is gone.
 
     Attributes:
         path: The worker's folder.
         fd: Its descriptor, to which names are relative.
+        kept: What earlier workers of its number kept.
 
     Raises:
         TierFaultError: If it cannot be made or locked, or if other users could change what is in it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, keep: bool) -> None:
         self.top = os.path.realpath(path)
-        name = f"worker-{secrets.token_hex(16)}"
-        self.path = f"{self.top}/{name}"
-        self._name = name
         self._owner = os.getpid()
         with contextlib.ExitStack() as undo, trying("open the disk tier", self.top):
             System.makedirs(self.top, mode=0o700, exist_ok=True)
-            self._top_fd = System.open(self.top, _FOLDER)
-            undo.callback(close_quietly, self._top_fd)
+            self._top_fd = open_folder(self.top)
+            undo.callback(close_folder, self._top_fd)
             _refuse_shared(self.top, System.fstat(self._top_fd))
             _lock_within(self._top_fd, LOCK_WAIT_S)
-            _clean(self.top, self._top_fd)
-            System.mkdir(name, 0o700, dir_fd=self._top_fd)
+            living = _clean(self.top, self._top_fd)
+            number = next(each for each in itertools.count() if each not in living)
+            self._name = f"{KEPT if keep else _WORKER}{number}-{secrets.token_hex(16)}"
+            self.path = f"{self.top}/{self._name}"
+            self.kept = KeptFolders(self.top, self._top_fd, number=number)
+            self.kept.yielding(lambda: System.mkdir(self._name, 0o700, dir_fd=self._top_fd))
             undo.callback(self._rmdir_quietly)
-            self.fd = System.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._top_fd)
-            undo.callback(close_quietly, self.fd)
+            self.fd = open_folder(self._name, within=self._top_fd)
+            undo.callback(close_folder, self.fd)
             _locked(self.fd, last=True)
+            if keep:
+                System.fsync(self._top_fd)
             System.flock(self._top_fd, fcntl.LOCK_UN)
             undo.pop_all()
 
@@ -124,40 +87,20 @@ class Folder:
         try:
             if self.ours:
                 with trying("close the disk tier", self.path), contextlib.suppress(FileNotFoundError):
-                    _empty(self.fd)
+                    empty(self.fd)
                     System.rmdir(self._name, dir_fd=self._top_fd)
         finally:
-            close_quietly(self.fd)
-            close_quietly(self._top_fd)
+            self.leave()
 
-    def keep(self) -> str:
-        """Leave the folder with all that is in it, under a name that nobody cleans; let go of the lock.
-
-        Returns:
-            Its path.
-
-        Raises:
-            TierFaultError: If it cannot be renamed; the next worker cleans it.
-        """
-        name = self._name.replace("worker-", KEPT)
-        try:
-            with trying("keep the sessions on the disk", self.path):
-                System.rename(self._name, name, src_dir_fd=self._top_fd, dst_dir_fd=self._top_fd)
-                System.fsync(self._top_fd)
-        finally:
-            close_quietly(self.fd)
-            close_quietly(self._top_fd)
-        return f"{self.top}/{name}"
+    def leave(self) -> None:
+        """Let go of the lock. What is in the folder stays; the next worker cleans it, unless it is kept."""
+        if self.ours:
+            close_folder(self.fd)
+            close_folder(self._top_fd)
 
     def _rmdir_quietly(self) -> None:
         with contextlib.suppress(OSError):
             System.rmdir(self._name, dir_fd=self._top_fd)
-
-
-def close_quietly(fd: int) -> None:
-    """Close a descriptor of which nothing more is expected."""
-    with contextlib.suppress(OSError):
-        System.close(fd)
 
 
 def _refuse_shared(path: str, status: os.stat_result) -> None:
@@ -187,31 +130,36 @@ def _locked(fd: int, *, last: bool = False) -> bool:
     return True
 
 
-def _clean(top: str, top_fd: int) -> None:
-    """Remove the folders of workers that are gone; what resists is said and left. The top is locked."""
+def _clean(top: str, top_fd: int) -> set[int]:
+    """Remove what dead workers left and did not keep; what resists is said and left. The top is locked.
+
+    Returns:
+        The numbers of those that live.
+    """
+    living = set()
     for name in System.listdir(top_fd):
-        if not _WORKER.fullmatch(name):
+        match = _NAME.fullmatch(name)
+        if match is None:
             continue
         try:
-            _clean_one(name, top, top_fd)
+            if not _clean_one(name, top, top_fd) and match[1]:
+                living.add(int(match[1]))
         except OSError as error:
             LOGGER.warning("what a dead worker left in %s/%s cannot be removed: %s", top, name, error)
+    return living
 
 
-def _clean_one(name: str, top: str, top_fd: int) -> None:
-    fd = System.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=top_fd)
+def _clean_one(name: str, top: str, top_fd: int) -> bool:
+    """Clean one folder; whether its worker is dead. Of one that is kept only files without an end go."""
+    fd = open_folder(name, within=top_fd)
     try:
-        if not _locked(fd):
-            return  # its worker lives
-        files = _empty(fd)
-        System.rmdir(name, dir_fd=top_fd)
-        LOGGER.info("removed %d files that a dead worker left in %s/%s", files, top, name)
+        if lives(fd):
+            return False
+        files = empty(fd, ending=PART if name.startswith(KEPT) else "")
+        if not System.listdir(fd):
+            System.rmdir(name, dir_fd=top_fd)
+        if files:
+            LOGGER.info("removed %d files that a dead worker left in %s/%s", files, top, name)
+        return True
     finally:
-        close_quietly(fd)
-
-
-def _empty(fd: int) -> int:
-    names = System.listdir(fd)
-    for name in names:
-        System.unlink(name, dir_fd=fd)
-    return len(names)
+        close_folder(fd)
