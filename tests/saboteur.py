@@ -1,7 +1,10 @@
 """A file system that fails: one chosen system call of the disk tier goes wrong, in one of several ways."""
 
+import contextlib
 import errno
 import os
+
+import pytest
 
 from vllm_omni_session_state.tiers.system import System
 
@@ -50,3 +53,21 @@ class Saboteur:
             real(*args, **kwargs)
         number = errno.ENOSPC if self.how == "ENOSPC" else errno.EIO
         raise OSError(number, os.strerror(number))
+
+
+@contextlib.contextmanager
+def broken_call(name, error, *, times=1):
+    """The next calls of that name fail, and do nothing; all of them must come."""
+    left, real = [times], getattr(System, name)
+
+    def call(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            number = getattr(errno, error)
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(System, name, staticmethod(call))
+        yield
+    assert left == [0], f"{name} was not called {times} times"

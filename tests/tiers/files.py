@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from pathlib import Path
 
 import safetensors
 import torch
 
 from vllm_omni_session_state.ids import fingerprint
+from vllm_omni_session_state.tiers.system import close_folder
 
 SESSION = fingerprint("robot").hex()
 
@@ -49,3 +52,25 @@ def final_files(folder):
 def names(folder):
     """What is in a folder."""
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+def leave_kept(top, number, *sizes, age=0):
+    """A folder of files as a worker of that number leaves it, with ``keep``; the larger the age the older."""
+    folder = Path(top) / f"kept-{number}-{secrets.token_hex(16)}"
+    folder.mkdir()
+    for index, size in enumerate(sizes):
+        file = folder / f"{index}.safetensors"
+        file.write_bytes(bytes(size))
+        os.utime(file, ns=(10**18 - age, 10**18 - age))
+    return folder.name
+
+
+def die(tier):
+    """What becomes of a tier whose process is killed: its locks go, its files stay."""
+    close_folder(tier._folder.fd)
+    close_folder(tier._folder._top_fd)
+
+
+def nbytes_below(top):
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in Path(top).rglob("*") if path.is_file())

@@ -142,3 +142,29 @@ def test_closing_waits_for_the_read_under_way(tier):
     assert not reads.threads[0].is_alive()
     assert not tier.begin(first)
     assert tier.ahead.nbytes == 0
+
+
+def test_a_read_that_does_not_end_keeps_no_process_from_ending(tier, monkeypatch, caplog):
+    monkeypatch.setattr("vllm_omni_session_state.tiers.ahead.CLOSE_WAIT_S", 0.01)
+    reads = Reads(tier, wait=True)
+    (ticket,) = put(tier, 1)
+    tier.begin(ticket)
+    assert reads.begun.wait(10)
+    late = threading.Timer(10, reads.go_on.set)
+    late.start()
+    tier.close()
+    assert not reads.go_on.is_set(), "it was not waited for"
+    assert reads.threads[0].daemon, "nor is it when the process ends"
+    assert "a read of a parked session does not end" in caplog.text
+    late.cancel()
+    reads.go_on.set()
+
+
+def test_no_thread_waits_for_a_next_read(tier):
+    reads = Reads(tier)
+    for ticket in put(tier, 1, 2, 3):
+        tier.begin(ticket)
+        all_read(tier)
+        reads.threads[-1].join(10)
+        assert not reads.threads[-1].is_alive()
+        assert ticket in tier.ahead._coming

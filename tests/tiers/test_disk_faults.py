@@ -111,7 +111,7 @@ def test_any_one_call_may_fail_and_nothing_changes(tmp_path, how):
         "stuck": {"write", "readv"},
         "late EIO": {"makedirs", "mkdir", "flock", "fsync", "rename", "write"},
     }
-    assert seen == expected.get(how, set(CALLS)), "every call was hit"
+    assert seen == expected.get(how, set(CALLS) - {"stat"}), "every call was hit; kept folders have that one"
 
 
 def test_a_file_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path, monkeypatch):

@@ -117,6 +117,48 @@ def test_workers_that_start_at_once_do_not_clean_each_other(tmp_path):
         assert names(tmp_path) == []
 
 
+def test_a_helper_that_outlives_its_worker_does_not_hold_its_lock(tmp_path):
+    """A worker forks one, as for loading data or encoding video, and is killed."""
+    lives, ends = os.pipe()
+
+    def work():
+        tier = DiskTier(tmp_path, budget=1 << 20)
+        tier.put(document(), content(1), session=SESSION)
+        if not os.fork():
+            os.close(ends)
+            os.read(lives, 1)  # until the test has looked
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert not ended_well(forked(work))
+    assert len(final_files(next(tmp_path.iterdir()))) == 1
+    tier = DiskTier(tmp_path, budget=1)
+    assert names(tmp_path) == [Path(tier.folder).name], "the dead one's lock went with it"
+    os.close(lives)
+    os.close(ends)
+    tier.close()
+
+
+def test_a_child_closes_what_it_inherits_once_and_nothing_of_its_own(tmp_path):
+    inherited = DiskTier(tmp_path, budget=1 << 20)
+
+    def work():
+        own = [
+            DiskTier(tmp_path, budget=1 << 20) for _ in range(3)
+        ]  # under the very numbers that are free now
+        inherited.close()
+        tickets = [tier.put(document(), content(1), session=SESSION) for tier in own]
+        assert all(same(tier.get(ticket), content(1)) for tier, ticket in zip(own, tickets, strict=True))
+        DiskTier(tmp_path, budget=1).close()
+        for tier in own:
+            tier.check()
+            tier.close()
+
+    assert ended_well(forked(work))
+    assert names(tmp_path) == [Path(inherited.folder).name]
+    inherited.close()
+
+
 def test_a_link_with_a_workers_name_is_not_followed(tmp_path):
     target = tmp_path / "target"
     target.mkdir()

@@ -85,7 +85,7 @@ def leave_process(manager: SessionStateManager) -> None:
     worker that took no notice.
     """
     disk = manager.cascade.disk
-    if disk is None:
+    if disk is None or disk.closed:
         return
     try:
         if disk.keep:

@@ -57,6 +57,7 @@ class DiskTier:
     Attributes:
         nbytes: Bytes of the files that are there.
         ahead: What was read, or is being read, before it is asked for.
+        closed: Whether nothing can be done with it any more.
 
     Raises:
         TierFaultError: If the folder cannot be used.
@@ -72,7 +73,7 @@ class DiskTier:
         self._tickets: dict[str, Ticket] = {}
         self._strays: dict[str, int] = {}  # charges of files that are nobody's and could not be removed yet
         self.ahead = ReadAhead(self._read_back)
-        self._closed = False
+        self.closed = False
 
     @property
     def folder(self) -> str:
@@ -151,7 +152,7 @@ class DiskTier:
             Whether it is being read; not of a ticket that is good no more.
         """
         with self._lock:
-            if self._closed or not self._folder.ours or self._tickets.get(ticket.name) is not ticket:
+            if self.closed or not self._folder.ours or self._tickets.get(ticket.name) is not ticket:
                 return False
             self.ahead.begin(ticket)
         return True
@@ -164,7 +165,7 @@ class DiskTier:
         Raises:
             KeyError: If it is not of this tier or was dropped already.
         """
-        if self._closed or not self._folder.ours:
+        if self.closed or not self._folder.ours:
             return
         self._known(ticket)
         with self._lock:
@@ -192,9 +193,9 @@ class DiskTier:
         Raises:
             TierFaultError: If something could not be removed; the next worker that starts here does it.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         kept = self.keep and bool(self._tickets)
         try:
             self.ahead.close()
@@ -224,9 +225,9 @@ class DiskTier:
             raise KeyError(ticket.name)
 
     def _refuse_strangers(self, purpose: str) -> None:
-        if self._closed or not self._folder.ours:
+        if self.closed or not self._folder.ours:
             why = (
-                "the tier is closed" if self._closed else "it is of the process that this one was forked from"
+                "the tier is closed" if self.closed else "it is of the process that this one was forked from"
             )
             remedy = "open a tier of this process's own"
             raise TierFaultError(purpose, file=self.folder, why=why, remedy=remedy)
