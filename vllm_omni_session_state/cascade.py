@@ -153,6 +153,8 @@ class Cascade:
         """Move on from host memory what lies there longest, until the rest fits its budget. Never raises."""
         host = self.host
         try:
+            if host is not None:
+                host.trim(self._live_nbytes())
             while host is not None and self.disk is not None and self.declared_nbytes is None:
                 if host.room(self._live_nbytes()) >= 0 or not self._sink_oldest():
                     return
@@ -237,7 +239,7 @@ class Cascade:
             raise CannotParkError(shown(session.key), f"{table.parked} sessions are parked (max_parked)")
         while host is not None:
             try:
-                self._agree(Level.HOST, host.budget, len(table.hosted), swap)
+                self._agree(Level.HOST, host, len(table.hosted), swap)
                 live = self._live_nbytes() - lent_by(swap, Level.HOST)
                 return moved_or_left(
                     self._exchange,
@@ -251,7 +253,7 @@ class Cascade:
             if full.wanted > host.budget or not self._sink_oldest(swap):
                 break
         assert disk is not None, "there is a tier"
-        self._agree(Level.DISK, disk.budget, table.on_disk, swap)
+        self._agree(Level.DISK, disk, table.on_disk, swap)
         lent = lent_by(swap, Level.DISK)
         return moved_or_left(
             self._exchange,
@@ -279,7 +281,7 @@ class Cascade:
         session, here, refused = seat.session, there, None
         began = perf_counter()
         try:
-            self._agree(Level.DISK, disk.budget, table.on_disk, swap)
+            self._agree(Level.DISK, disk, table.on_disk, swap)
             lent = lent_by(swap, Level.DISK)
             here = moved_or_left(
                 self._exchange,
@@ -308,14 +310,14 @@ class Cascade:
         with self._table.lock:
             return self._table.accounts.host_nbytes()
 
-    def _agree(self, level: Level, budget: int, count: int, swap: Parked | None) -> None:
+    def _agree(self, level: Level, tier: HostTier | DiskTier, count: int, swap: Parked | None) -> None:
         """Refuse by declared sizes what every rank would refuse."""
         count -= swap is not None and swap.level is level
         declared = self.declared_nbytes
         if declared is None:
             return
-        wanted = declared + self.engine_nbytes
-        room = max(0, budget - count * wanted)
+        wanted = tier.charge(declared + self.engine_nbytes)
+        room = max(0, tier.budget - count * wanted)
         if wanted > room:
             raise TierFullError(level.value, wanted=wanted, room=room, setting=_SETTINGS[level])
 

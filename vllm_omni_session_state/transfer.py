@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_omni_session_state import page_locked
+
 ALIGNMENT = 512
 """Bytes to which each storage's place in a slab is rounded up, as allocators on accelerators do."""
 
@@ -19,26 +21,41 @@ _HUGE = 2 << 20
 """Bytes of a huge page; a smaller slab can have none."""
 
 
-def slab_nbytes(sizes: Sequence[int]) -> int:
-    """Bytes of the slab that holds storages of these sizes."""
-    return sum(_aligned(size) for size in sizes)
+def on_accelerator(storages: Sequence[torch.UntypedStorage]) -> bool:
+    """Whether one of them is not in host memory: copies of these are fast to page-locked memory only."""
+    return any(storage.device.type != "cpu" for storage in storages)
 
 
-def to_slab(storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
+def slab_nbytes(sizes: Sequence[int], *, pinned: bool = False) -> int:
+    """Bytes that the slab for storages of these sizes takes; all of them are in it, used or not.
+
+    Args:
+        sizes: In bytes.
+        pinned: Whether it is page-locked.
+    """
+    nbytes = sum(_aligned(size) for size in sizes)
+    return page_locked.taken_nbytes(nbytes) if pinned else nbytes
+
+
+def to_slab(storages: Sequence[torch.UntypedStorage], *, pinned: bool = False) -> torch.Tensor:
     """Copy storages into one new slab of host memory, one after the other.
 
+    Args:
+        storages: On an accelerator or in host memory.
+        pinned: Whether the slab is page-locked.
+
     Returns:
-        The slab, ``(slab_nbytes(sizes),)``, uint8; page-locked where the storages lie on an accelerator.
+        The slab, ``(slab_nbytes(sizes, pinned=pinned),)``, uint8.
 
     Raises:
         MemoryError: If the host has no room for it; nothing has changed.
     """
     sizes = [storage.nbytes() for storage in storages]
-    on_device = any(storage.device.type != "cpu" for storage in storages)
+    nbytes = slab_nbytes(sizes, pinned=pinned)
     try:
-        slab = host_memory(slab_nbytes(sizes), pinned=on_device)
+        slab = page_locked.allocate(nbytes) if pinned else host_memory(nbytes)
     except (RuntimeError, OSError) as error:
-        raise MemoryError(f"no host memory for {slab_nbytes(sizes)} bytes: {error}") from error
+        raise MemoryError(f"no host memory for {nbytes} bytes: {error}") from error
     _copy([(_bytes(storage), part) for storage, part in zip(storages, parts(slab, sizes), strict=True)])
     return slab
 
@@ -100,15 +117,15 @@ def _copied(sources: Sequence[torch.Tensor], devices: Sequence[torch.device]) ->
     return [tensor.untyped_storage() for tensor in new]
 
 
-def host_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-    """New host memory of which every byte is about to be written, ``(nbytes,)`` uint8; not to be resized.
+def host_memory(nbytes: int) -> torch.Tensor:
+    """New pageable memory of which every byte is about to be written, ``(nbytes,)`` uint8; not to be resized.
 
     Raises:
         RuntimeError: If the host has no room for it.
         OSError: As well.
     """
-    if pinned or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
     # Each page is written once, and the fault that brings it takes several times as long as its bytes do.
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do

@@ -15,7 +15,7 @@ ROWS = (
     ("omni",),
     ("adapters",),
     ("table", "settlement", "exchange", "cascade", "room", "manager"),
-    ("pack", "atoms", "skeleton", "rebuild", "transfer", "tiers", "spill", "parking", "lease"),
+    ("pack", "atoms", "skeleton", "rebuild", "page_locked", "transfer", "tiers", "spill", "parking", "lease"),
     ("contract", "segments", "objects", "paged", "session", "listing"),
     (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),

@@ -85,6 +85,11 @@ class DiskTier:
         """Bytes that are left; what earlier workers kept goes before it is wanted."""
         return self.budget - self.nbytes
 
+    @staticmethod
+    def charge(nbytes: int) -> int:
+        """What a session of so many declared bytes is charged where ranks must agree."""
+        return nbytes
+
     def figures(self) -> dict[str, int]:
         """See ``FIGURES``."""
         figures = (self.nbytes, self._folder.kept.nbytes, self.ahead.nbytes, self.ahead.taken)

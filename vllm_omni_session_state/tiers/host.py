@@ -1,7 +1,10 @@
 """The host tier: parked storages in slabs of host memory, bounded by a budget.
 
-A slab is charged with what it reserves, alignment included. The tier owns its slabs; a parcel that is
-dropped gives its charge back once.
+A slab is charged with what it takes: alignment included, and where it is page-locked what torch's allocator
+rounds it up to. The tier owns its slabs; a parcel that is dropped gives its charge back once.
+
+A page-locked block stays page-locked after its parcel: torch caches it for the next one of its size. So the
+tier remembers those that it has let go of, and has torch give them back where they would not fit its budget.
 """
 
 from __future__ import annotations
@@ -10,9 +13,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from vllm_omni_session_state import transfer
+from vllm_omni_session_state import page_locked, transfer
 from vllm_omni_session_state.errors import TierFullError
+
+
+class _Block:
+    """A page-locked block that the tier has let go of.
+
+    Attributes:
+        nbytes: What it takes.
+    """
+
+    def __init__(self, slab: torch.Tensor, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = StorageWeakRef(slab.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody holds it any more: the one that dropped the parcel may do so still."""
+        return bool(self._memory.expired())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +55,17 @@ class Parcel:
         return transfer.parts(self.slab, self.sizes)
 
 
-def parcel_of(storages: Sequence[torch.UntypedStorage]) -> Parcel:
+def parcel_of(storages: Sequence[torch.UntypedStorage], *, pinned: bool = False) -> Parcel:
     """Copies of storages in a new slab, which no tier has charged.
+
+    What only passes on its way to a file is better not page-locked: the block would stay so, counted nowhere.
 
     Raises:
         MemoryError: If the machine has no room; nothing has changed.
     """
     sizes = tuple(storage.nbytes() for storage in storages)
-    return Parcel(transfer.to_slab(storages), sizes, tuple(storage.device for storage in storages))
+    slab = transfer.to_slab(storages, pinned=pinned)
+    return Parcel(slab, sizes, tuple(storage.device for storage in storages))
 
 
 class HostTier:
@@ -53,7 +77,8 @@ class HostTier:
 
     def __init__(self, *, budget: int) -> None:
         self.budget = budget
-        self._parcels: dict[int, int] = {}
+        self._parcels: dict[int, tuple[int, bool]] = {}  # what each is charged, and whether it is page-locked
+        self._cached: list[_Block] = []
         self.nbytes = 0
 
     def room(self, live_nbytes: int) -> int:
@@ -64,6 +89,11 @@ class HostTier:
         """
         return self.budget - self.nbytes - live_nbytes
 
+    @staticmethod
+    def charge(nbytes: int) -> int:
+        """What a session with so many bytes on the device is charged here, the same on all ranks."""
+        return page_locked.taken_nbytes(nbytes) if page_locked.is_used() else nbytes
+
     def put(self, storages: Sequence[torch.UntypedStorage], *, live_nbytes: int) -> Parcel:
         """Copy storages in; the originals are unharmed.
 
@@ -71,12 +101,18 @@ class HostTier:
             TierFullError: If the budget has no room; nothing has changed.
             MemoryError: If the machine has none; nothing has changed.
         """
-        wanted = transfer.slab_nbytes([storage.nbytes() for storage in storages])
+        pinned = transfer.on_accelerator(storages)
+        wanted = transfer.slab_nbytes([storage.nbytes() for storage in storages], pinned=pinned)
         room = self.room(live_nbytes)
         if wanted > room:
             raise TierFullError("host", wanted=wanted, room=max(0, room), setting="host_budget")
-        parcel = parcel_of(storages)
-        self._parcels[id(parcel)] = wanted
+        again = self._free_block(wanted) if pinned else None
+        if self._cached_nbytes - (0 if again is None else wanted) > room - wanted:
+            self._give_back()
+        parcel = parcel_of(storages, pinned=pinned)
+        if again in self._cached:
+            self._cached.remove(again)
+        self._parcels[id(parcel)] = wanted, pinned
         self.nbytes += wanted
         return parcel
 
@@ -94,8 +130,34 @@ class HostTier:
         Raises:
             KeyError: If it is not of this tier or was dropped already.
         """
-        self.nbytes -= self._parcels.pop(id(parcel))
+        charged, pinned = self._parcels.pop(id(parcel))
+        self.nbytes -= charged
+        if pinned and page_locked.stays_cached(charged):
+            self._cached.append(_Block(parcel.slab, charged))
+
+    def trim(self, live_nbytes: int) -> None:
+        """Have cached blocks given back where the budget has no room for them.
+
+        Args:
+            live_nbytes: See ``room()``.
+        """
+        if self._cached_nbytes > max(0, self.room(live_nbytes)):
+            self._give_back()
 
     def check(self) -> None:
         """Assert that the charge equals the parcels'. An expensive no-op."""
-        assert self.nbytes == sum(self._parcels.values()), "host tier charge"
+        assert self.nbytes == sum(charged for charged, _ in self._parcels.values()), "host tier charge"
+
+    @property
+    def _cached_nbytes(self) -> int:
+        return sum(block.nbytes for block in self._cached)
+
+    def _free_block(self, nbytes: int) -> _Block | None:
+        """A cached block that torch hands out again for so many bytes."""
+        return next((block for block in self._cached if block.nbytes == nbytes and block.free), None)
+
+    def _give_back(self) -> None:
+        held = [block for block in self._cached if not block.free]
+        if len(held) < len(self._cached):
+            page_locked.give_back()
+            self._cached = held
