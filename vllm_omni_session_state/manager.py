@@ -323,9 +323,9 @@ class SessionStateManager:
             model itself keeps in host memory). Apart from these: ``shared_nbytes`` (reached by two or more),
             ``staged_nbytes``, ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by
             somebody), ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and
-            of these ``disk_sessions``, ``host_parked_nbytes``, ``disk_nbytes`` (of all files) and of these
-            ``spilled_nbytes``, ``ahead_nbytes`` (read ahead, in host memory), ``parks``, ``restores`` and of
-            these ``restores_ahead``, and one ``lost:<reason>`` for each reason why somebody was lost.
+            of these ``disk_sessions``, ``host_parked_nbytes``, ``disk_nbytes`` (of all files), of these
+            ``spilled_nbytes``, beside them ``kept_nbytes`` (of dead workers), ``ahead_nbytes`` (read ahead),
+            ``parks``, ``restores``, of these ``restores_ahead``, and one ``lost:<reason>`` for each reason.
         """
         return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 

@@ -95,10 +95,12 @@ def test_blocks_of_other_sizes_are_given_back_before_the_budget_is_passed(fake):
 
 def test_a_parcel_that_somebody_holds_after_its_drop_is_cached_only_when_it_is_let_go(fake):  # noqa: F811
     tier = HostTier(budget=4096)
-    parcel = tier.put([storage(2000)], live_nbytes=0)
+    parcel, other = (tier.put([storage(2000)], live_nbytes=0) for _ in range(2))
     tier.drop(parcel)
+    tier.drop(other)
+    del other
     tier.trim(live_nbytes=4096)
-    assert fake.allocated == 2048, "it is in use"
+    assert fake.allocated == 2048, "one is in use"
     del parcel
     tier.trim(live_nbytes=4096)
     assert fake.allocated == 0

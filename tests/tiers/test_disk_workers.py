@@ -120,22 +120,25 @@ def test_workers_that_start_at_once_do_not_clean_each_other(tmp_path):
 def test_a_helper_that_outlives_its_worker_does_not_hold_its_lock(tmp_path):
     """A worker forks one, as for loading data or encoding video, and is killed."""
     lives, ends = os.pipe()
+    hears, says = os.pipe()
 
     def work():
         tier = DiskTier(tmp_path, budget=1 << 20)
         tier.put(document(), content(1), session=SESSION)
         if not os.fork():
+            os.write(says, b"x")
             os.close(ends)
             os.read(lives, 1)  # until the test has looked
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert not ended_well(forked(work))
+    assert os.read(hears, 1), "the helper runs"
     assert len(final_files(next(tmp_path.iterdir()))) == 1
     tier = DiskTier(tmp_path, budget=1)
     assert names(tmp_path) == [Path(tier.folder).name], "the dead one's lock went with it"
-    os.close(lives)
-    os.close(ends)
+    for end in (lives, ends, hears, says):
+        os.close(end)
     tier.close()
 
 

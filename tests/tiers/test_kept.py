@@ -12,6 +12,7 @@ from vllm_omni_session_state.errors import TierFaultError, TierFullError
 from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.files import read_file
+from vllm_omni_session_state.tiers.system import System
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,40 @@ def test_one_that_somebody_removes_by_hand_is_counted_no_more_once_its_room_is_w
     put(tier, 900)
     assert tier.figures()["kept_nbytes"] == 0
     tier.check()
+    tier.close()
+
+
+def test_a_folder_that_is_being_made_is_not_locked_by_who_looks_for_room(top, monkeypatch):
+    """Its maker, which does not wait, would take the look for another worker's life."""
+    tier = DiskTier(top, budget=1 << 20)
+    new = leave_kept(top, 1)
+    locked, real = [], System.flock
+
+    def flock(fd, how):
+        locked.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        return real(fd, how)
+
+    monkeypatch.setattr(System, "flock", staticmethod(flock))
+    leave_kept(top, 2, 10)
+    with broken_call("write", "ENOSPC", times=2), pytest.raises(TierFaultError):
+        put(tier, 10)
+    assert new in names(top)
+    assert [path for path in locked if path.endswith(new)] == []
+    assert locked, "the other one was looked at"
+    tier.close()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_name_of_a_folder_to_be_kept_is_on_the_disk_before_a_file_is(top, monkeypatch, keep):
+    synced, real = [], System.fsync
+
+    def fsync(fd):
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        return real(fd)
+
+    monkeypatch.setattr(System, "fsync", staticmethod(fsync))
+    tier = DiskTier(top, budget=1 << 20, keep=keep)
+    assert synced == [str(top)] * keep
     tier.close()
 
 

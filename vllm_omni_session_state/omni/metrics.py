@@ -40,6 +40,7 @@ _MORE = {
     "outside": "outside",
     "detached": "detached_nbytes",
     "ahead": "ahead_nbytes",
+    "kept": "kept_nbytes",
 }
 """By the kind the figure of ``stats()`` that counts bytes beside those of the sessions of the table."""
 
