@@ -1,12 +1,13 @@
-"""What only a GPU shows of parking: memory that is freed, pinned slabs, copies behind queued kernels."""
+"""What only a GPU shows of parking: memory that is freed, page-locked slabs, copies behind queued kernels."""
 
 import gc
 
 import pytest
 import torch
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state import LatentBuffer, SessionStateManager, page_locked
 from vllm_omni_session_state.regions import PINNED
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -58,8 +59,81 @@ def test_a_slab_is_pinned_and_counted_as_pinned(manager):
     with manager.lease("a") as session:
         fill(session, 2)
     manager.park("a")
-    assert manager._table.seats["a"].parked.parcel.slab.is_pinned()
+    assert manager._table.seats["a"].parked.held.slab.is_pinned()
     assert manager.stats()[f"nbytes:{PINNED}"] == manager.cascade.host.nbytes
+
+
+def allocator(figure):
+    """A figure of torch's own allocator of page-locked memory, in use and cached."""
+    return torch.cuda.host_memory_stats()[figure]
+
+
+def storage(nbytes, fill=0):
+    return torch.full((nbytes,), fill, dtype=torch.uint8, device="cuda").untyped_storage()
+
+
+def content(storage):
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+
+
+@pytest.fixture
+def locked_before():
+    """Bytes that are page-locked before a test, with nothing cached; whoever they are of."""
+    torch.cuda.init()
+    gc.collect()
+    page_locked.give_back()
+    return allocator("allocated_bytes.current")
+
+
+@pytest.mark.usefixtures("locked_before")
+def test_what_is_charged_is_what_torch_has_page_locked(manager):
+    with manager.lease("a") as session:
+        fill(session, 4)  # 16 MiB and a little: the next power of two is 32 MiB
+    before = allocator("allocated_bytes.current")
+    manager.park("a")
+    assert allocator("allocated_bytes.current") - before == manager.cascade.host.nbytes == 32 * MIB
+
+
+def test_blocks_that_stay_cached_are_within_the_budget_too(locked_before):
+    tier = HostTier(budget=64 * MIB)
+    kept = tier.put([storage(3 * MIB, 7)], live_nbytes=0)
+    for nbytes in (5 * MIB, 17 * MIB, 9 * MIB, 30 * MIB, MIB, 50 * MIB - 1):
+        if page_locked.taken_nbytes(nbytes) + tier.nbytes <= tier.budget:
+            parcel = tier.put([storage(nbytes, 3)], live_nbytes=0)
+            assert allocator("allocated_bytes.current") - locked_before <= tier.budget
+            assert content(tier.get(parcel)[0]).eq(3).all()
+            tier.drop(parcel)
+            del parcel
+        tier.trim(0)
+        assert allocator("allocated_bytes.current") - locked_before <= tier.budget
+    assert content(tier.get(kept)[0]).eq(7).all(), "what is in use is not given back"
+    tier.trim(tier.budget)
+    assert allocator("allocated_bytes.current") - locked_before == tier.nbytes
+
+
+def test_a_block_of_the_same_size_is_not_page_locked_anew(locked_before):
+    tier = HostTier(budget=64 * MIB)
+    parcels = [tier.put([storage(30 * MIB)], live_nbytes=0)]
+    made = allocator("num_host_alloc")
+    for _ in range(5):
+        tier.get(parcels[0])
+        tier.drop(parcels.pop())
+        parcels.append(tier.put([storage(31 * MIB)], live_nbytes=0))
+    assert allocator("num_host_alloc") == made
+    assert allocator("allocated_bytes.current") - locked_before <= tier.budget
+
+
+def test_a_park_to_the_disk_page_locks_nothing(tmp_path, locked_before):
+    disk = DiskTier(tmp_path, budget=1 << 30)
+    manager = SessionStateManager(disk=disk)
+    with manager.lease("a") as session:
+        fill(session, 5)
+        expected = copy_of(session)
+    assert manager.park("a")
+    with manager.lease("a") as session:
+        assert all(map(torch.equal, copy_of(session), expected))
+    assert allocator("allocated_bytes.current") == locked_before
+    disk.close()
 
 
 @pytest.mark.parametrize("times", [20])
