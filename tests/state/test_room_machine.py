@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -86,10 +87,13 @@ class RoomMachine(RuleBasedStateMachine):
         host=st.none() | st.integers(0, 4),
         disk=st.none() | st.integers(0, 3),
         strict=st.booleans(),
+        kept=st.integers(0, 3),
     )
-    def start(self, cap, budget, host, disk, strict):
+    def start(self, cap, budget, host, disk, strict, kept):
         self.host = None if host is None else FaultyHost(budget=host * SLAB)
         self.folder = None if disk is None else tempfile.mkdtemp(dir=MEMORY)
+        for number in range(0 if disk is None else kept):
+            leave(Path(self.folder) / f"kept-0-{number:032x}", FILE // 2)
         self.disk = None if disk is None else FaultyDisk(self.folder, budget=disk * FILE)
         self.tiers = [tier for tier in (self.host, self.disk) if tier is not None]
         self.manager = SessionStateManager(
@@ -291,7 +295,7 @@ class RoomMachine(RuleBasedStateMachine):
             in_host = stats["parked_sessions"] - stats["disk_sessions"]
             assert self.host.nbytes == SLAB * in_host <= self.host.budget
         if self.disk is not None:
-            assert stats["disk_nbytes"] <= self.disk.budget
+            assert stats["disk_nbytes"] + stats["kept_nbytes"] <= self.disk.budget
 
     def teardown(self):
         """Every lease ended and everything dropped: nothing is left anywhere."""
@@ -310,7 +314,14 @@ class RoomMachine(RuleBasedStateMachine):
             self.disk._remove_strays()  # what could not be removed before
             assert self.disk.nbytes == 0
             self.disk.close()
-            Path(self.folder).rmdir()
+            assert sum(path.stat().st_size for path in Path(self.folder).rglob("*.*")) <= self.disk.budget
+            shutil.rmtree(self.folder)
+
+
+def leave(folder, nbytes):
+    """What a dead worker kept."""
+    folder.mkdir()
+    (folder / "0.safetensors").write_bytes(bytes(nbytes))
 
 
 TestRoomMachine = RoomMachine.TestCase
