@@ -19,6 +19,7 @@ class Reason(Enum):
     FORWARD_EXCEPTION = "forward_exception"
     TIER_FULL = "tier_full"
     EXPIRED = "expired"
+    REPLICA = "replica"
 
 
 class Losses:

@@ -14,7 +14,7 @@ from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import ENV_MAX_SESSIONS
 from vllm_omni_session_state.errors import BudgetFixedError, CannotParkError, NoRoomError
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.table import Table
@@ -133,6 +133,11 @@ class Room:
     def loses_nobody(self) -> bool:
         """Whether a new session is refused rather than another one lost."""
         return self.on_lost == "error" or self.cascade.disk is not None
+
+    def has_lost(self, session_id: str | None) -> bool:
+        """Whether a session was lost and its client does not know it yet."""
+        with self._table.lock:
+            return self._table.losses.reason(session_key(session_id)) is not None
 
     def make_place(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.

@@ -27,6 +27,8 @@ HOST_FILES = (
     "diffusion/models/cosmos3/transformer_cosmos3.py",
     "diffusion/models/dreamzero/pipeline_dreamzero.py",
     "diffusion/models/dreamzero/state_dreamzero.py",
+    "engine/stage_pool.py",
+    "engine/stage_runtime.py",
     "entrypoints/async_omni.py",
     "entrypoints/cli/serve.py",
     "entrypoints/omni.py",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_omni_session_state.ids import DEFAULT, hashed, show_in_the_clear
+from vllm_omni_session_state.losses import Reason
 
 pytestmark = pytest.mark.host
 
@@ -206,6 +207,15 @@ def test_an_end_that_comes_by_id_never_hits_a_session_shown_like_it(model, worke
     step(model, "a")
     assert only(worker.session_state_close(hashed("a"), only_id=True))["found"] == [False]
     assert "a" in model.pipeline._memory_manager
+
+
+def test_who_is_there_and_who_is_lost_is_said_of_each_that_is_named(model, worker):
+    step(model, "a", "b")
+    model.pipeline._memory_manager.drop_session("a")
+    model.pipeline._memory_manager.mark_lost("a", Reason.COUNT)
+    answer = only(worker.session_state_holds("a", "b", "c", only_id=True))
+    assert (answer["found"], answer["lost"]) == ([False, True, False], [True, False, False])
+    worker.session_state_holds()
 
 
 def test_nobody_is_the_default_session(model, worker):

@@ -133,11 +133,17 @@ def inspect(worker: Any, name: str | None = None, **only: bool) -> Answer:
 
 
 def holds(worker: Any, *names: str | None, **only: bool) -> Answer:
-    """Whether the model's state of sessions is there: each rank has ``found`` for each. See ``close``."""
+    """Whether the model's state of sessions is there: each rank has ``found`` for each. See ``close``.
+
+    Returns:
+        As for ``close``; each rank has ``lost`` too: for each name, whether that session was lost and its
+        client does not know it yet.
+    """
 
     def look() -> Answer:
         manager = _manager(worker)
-        return Named(manager, names, manager.keys(), **only).answer()
+        lost = [isinstance(name, str) and manager.room.has_lost(name) for name in names]
+        return Named(manager, names, manager.keys(), **only).answer(lost=lost)
 
     return on_every_rank(look, ("found",))
 

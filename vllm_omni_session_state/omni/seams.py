@@ -113,8 +113,9 @@ SERVING_SEAMS: dict[str, tuple[Seam, ...]] = {
 }
 """By the dotted name of a serving class of the API server."""
 
+RUNTIME_MODULE = "vllm_omni.engine.stage_runtime"
 POOL_SEAMS: dict[str, tuple[Seam, ...]] = {
-    "vllm_omni.engine.stage_runtime.StageRuntime": (
+    f"{RUNTIME_MODULE}.StageRuntime": (
         Seam("_assemble_stage_pools", "(self, stage_plans, initialized_clients_by_stage)"),
     ),
     "vllm_omni.engine.stage_pool.StagePool": (
@@ -124,9 +125,14 @@ POOL_SEAMS: dict[str, tuple[Seam, ...]] = {
             "submit_kwargs=..., params_override=...)",
         ),
         Seam("collective_rpc", "(self, replica_id, method, timeout=..., args=..., kwargs=...)"),
+        Seam("available_replica_ids", "(self)"),
+        Seam("get_bound_replica_id", "(self, request_id)"),
+        Seam("replica_monitor_sample", "(self, replica_id)"),
+        Seam("_collect_serviceable_replicas", "(self)"),
+        Seam("_client_input_addr", "(client)"),
     ),
 }
-"""By the dotted name of a class of the engine: where a request gets its replica, and a call reaches one."""
+"""By the dotted name of a class: where a stage's replicas come together, and which of them gets a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,15 @@ class Field:
     name: str
     kind: type
 
+
+POOL_FIELDS = (
+    Field("stage_id", int),
+    Field("clients", list),
+    Field("is_distributed", bool),
+    Field("_request_bindings", dict),
+    Field("_affinity", dict),
+)
+"""Of a ``StagePool``: its replicas by slot; which slot a request is bound to, or which address."""
 
 KV_STATE_SEAMS = (Seam("close", "(self)"),)
 KV_STATE_FIELDS = (

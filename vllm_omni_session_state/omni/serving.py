@@ -4,7 +4,7 @@ The plugin is loaded while the server starts, before any deploy config is read, 
 would be hooked whatever the flag says. What is wrapped then is one function, ``omni_init_app_state``,
 which the server calls as soon as its engine is there: the engine client knows every stage's
 configuration. Only if a stage has the flag on, by its config or by the variable, is a serving class or
-object touched. In a process that is no API server there is nothing to wrap.
+object touched. In a process that is no API server only the engine's replicas are there to be hooked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -21,9 +20,10 @@ from typing import Any
 from vllm_omni_session_state import config
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.ids import DEFAULT, show_in_the_clear
-from vllm_omni_session_state.omni import operator, seams
+from vllm_omni_session_state.omni import operator, pools, seams
 from vllm_omni_session_state.omni.ends import Ends
 from vllm_omni_session_state.omni.imports import when_imported
+from vllm_omni_session_state.omni.stages import stages_with_sessions
 from vllm_omni_session_state.omni.workers import Workers
 
 _MARK = seams.MARK
@@ -36,7 +36,8 @@ _ROLLOUT = "vllm_omni.entrypoints.openai.serving_rl_rollout.ServingRLRollout"
 
 
 def install() -> None:
-    """Wait for the API server's start in this process, if it is one. Idempotent."""
+    """Wait for the engine's and the API server's start in this process, if there is one. Idempotent."""
+    pools.install()
     when_imported(seams.SERVER_MODULE, wrap)
 
 
@@ -142,22 +143,6 @@ def _tried(what: str, hook: Callable[[], None]) -> bool:
         _say_left_alone(what, f"{type(error).__name__}: {error}")
         return False
     return True
-
-
-def stages_with_sessions(engine_client: Any) -> dict[int, config.Settings]:
-    """The settings of every stage that has the flag on, by stage id."""
-    found = {}
-    for number, stage in enumerate(getattr(engine_client, "stage_configs", None) or ()):
-        kind = getattr(stage, "stage_type", None)
-        if getattr(kind, "value", kind) != "diffusion":
-            continue
-        held = getattr(stage, "diffusion_config", None) or getattr(stage, "engine_args", None)
-        flag, options = getattr(held, config.FLAG, None), config.options_of(held)
-        # What is wrong with a setting is said by the worker, which reads the same.
-        settings, _ = config.resolve(flag, os.environ, options=options)
-        if settings.enabled:
-            found[int(getattr(stage, "stage_id", number))] = settings
-    return found
 
 
 class Door:

@@ -1,0 +1,81 @@
+"""The host's own client of a replica whose process is gone: nothing that is sent to it waits."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_omni_session_state.omni.peers import make_careful
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture
+def client(tmp_path):
+    """The host's client of a process that it does not have; ``lives`` says whether it is there."""
+    from vllm_omni.diffusion.stage_diffusion_client import StageDiffusionClient
+
+    names = ("stage_id", "replica_id", "final_output", "final_output_type", "model_stage")
+    more = ("default_sampling_params", "prompt_transform_func", "prompt_expand_func")
+    metadata = SimpleNamespace(**dict.fromkeys((*names, *more)))
+    made = StageDiffusionClient(metadata, f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/responses")
+    made.lives = True
+    process = SimpleNamespace(is_alive=lambda: made.lives, exitcode=-9)
+    made._proc_manager = SimpleNamespace(proc=process, shutdown=lambda timeout: None)
+    yield made
+    for socket in (made._request_socket, made._response_socket):
+        if not socket.closed:
+            socket.close(linger=0)
+
+
+def test_the_farewell_to_a_dead_process_returns(client):
+    make_careful(client)
+    client.lives = False
+    thread = threading.Thread(target=client.shutdown, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_on_the_host_alone_it_waits_for_somebody_to_come(client, tmp_path):
+    import zmq
+
+    client.lives = False
+    thread = threading.Thread(target=client.shutdown, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    with zmq.Context() as context, context.socket(zmq.PULL) as peer:
+        peer.connect(f"ipc://{tmp_path}/requests")
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_what_is_sent_waits_for_a_process_that_lives(client, tmp_path):
+    import zmq
+
+    make_careful(client)
+    make_careful(client)  # once
+    sent = threading.Thread(target=client._request_socket.send, args=(b"hello",), daemon=True)
+    sent.start()
+    time.sleep(0.25)
+    assert sent.is_alive()
+    with zmq.Context() as context, context.socket(zmq.PULL) as peer:
+        peer.connect(f"ipc://{tmp_path}/requests")
+        assert peer.poll(20_000)
+        assert peer.recv() == b"hello"
+        sent.join(20)
+        assert not sent.is_alive()
+        client._request_socket.send(b"again")
+        assert peer.poll(20_000)
+
+
+def test_a_client_without_a_process_is_left_as_it_is():
+    inline = SimpleNamespace(_engine=None)
+    make_careful(inline)
+    assert vars(inline) == {"_engine": None}
+    remote = SimpleNamespace(_request_socket=object(), _proc_manager=None)
+    before = dict(vars(remote))
+    make_careful(remote)
+    assert vars(remote) == before
