@@ -195,6 +195,7 @@ def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog,
 
     async def scenario():
         workers = Workers(engine, [0])
+        caplog.clear()
         park = {} if at_once else {"park": workers.park, "idle_park_s": 0.01}
         ends = Ends(workers.close, workers.holds, resume_s=60, **park)
         for n in range(50):

@@ -183,7 +183,7 @@ def test_a_session_is_held_by_the_one_replica_that_has_it_on_all_ranks():
     async def scenario(objects):
         await objects.connect(Socket(obs("r")))
         rank = {"rank": 0, "ok": True}
-        objects.engine.replies = [[{"ranks": [{**rank, "found": there}]}] for there in (False, True)]
+        objects.engine.replies = [[{"ranks": [{**rank, "found": [there]}]}] for there in (False, True)]
         await objects.connect(Socket(obs("r")))
 
     assert served(scenario, options={"resume_s": 60}).steps == [("r", True), ("r", False)]

@@ -4,7 +4,6 @@ import concurrent.futures
 
 import numpy as np
 import pytest
-from omni_tiny import robot
 from profiles import LONG
 
 pytestmark = pytest.mark.host
@@ -51,34 +50,24 @@ def test_sessions_of_an_engine_with_a_worker_process_are_each_as_if_alone(
         nothing_left(omni.call("session_state_stats"))
 
 
-class Client:
-    """A robot of the crowd, on a websocket of its own."""
-
-    def __init__(self, server, crowd, number):
-        self.crowd, self.number = crowd, number
-        self.robot = server.robot(crowd.name(number))
-
-    def step(self, session, *, rng, prompt, frames):
-        self.robot.send(robot.observation(rng, session=session, prompt=prompt, frames=frames))
-        return self.robot.receive()
-
-    def live(self):
-        """The actions of every step, each sent as soon as the last one is answered."""
-        keys = [(self.number, step) for step in range(self.crowd.steps)]
-        return {key: np.asarray(self.crowd.run(self, key)) for key in keys}
+def live(client, crowd):
+    """The actions of every step, each sent as soon as the last one is answered."""
+    keys = [(client.number, step) for step in range(crowd.steps)]
+    return {key: np.asarray(crowd.run(client, key)) for key in keys}
 
 
 def test_robots_of_a_server_are_each_as_if_alone(crowd, alone, dreamzero_checkpoint, tmp_path):
     from omni_tiny.serve import Server
+    from omni_tiny.served_clients import CrowdRobot
     from omni_tiny.ways_to_end import clear, left_in_the_end
 
     options = {"disk": {"path": str(tmp_path / "parked"), "budget": "16GiB"}}
     settings = {"session_state": options, "capacity": ROOM, "idle_timeout_s": 120.0}
     with Server(dreamzero_checkpoint, tmp_path, **settings) as server:
         clear(server)
-        clients = [Client(server, crowd, number) for number in range(crowd.sessions)]
+        clients = [CrowdRobot(server, crowd, number) for number in range(crowd.sessions)]
         with concurrent.futures.ThreadPoolExecutor(crowd.sessions) as pool:
-            lives = list(pool.map(Client.live, clients))
+            lives = list(pool.map(lambda client: live(client, crowd), clients))
         actions = {key: value for life in lives for key, value in life.items()}
         assert len(actions) == crowd.sessions * crowd.steps
         wrong = [key for key, found in actions.items() if alone[key].actions.tobytes() != found.tobytes()]

@@ -83,6 +83,12 @@ def scripted(server):
     return manager
 
 
+def test_who_was_lost_with_a_replica_is_counted_where_it_was_also_when_it_answers_no_more():
+    (lost,) = (each for each in metrics.families({}, lost_homes={1: 3}) if each.name == f"{metrics.PREFIX}lost")
+    (sample,) = lost.samples
+    assert (sample.labels, sample.value) == ({"replica": "1", "reason": "replica"}, 3)
+
+
 def test_counts_equal_stats_after_a_scripted_run(live):
     server = live()
     manager = scripted(server)

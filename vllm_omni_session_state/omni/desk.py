@@ -13,7 +13,8 @@ from typing import Any
 from vllm_omni_session_state.ids import may_be_shown
 from vllm_omni_session_state.omni import merged
 from vllm_omni_session_state.omni.figures import Figures
-from vllm_omni_session_state.omni.workers import Asked, Workers
+from vllm_omni_session_state.omni.replicas import Asked
+from vllm_omni_session_state.omni.workers import Workers
 
 ACTS = {"close": "found", "reset": "found", "park": "parked", "restore": "restored"}
 """By what can be done to a session the key under which a rank says that it is done so."""

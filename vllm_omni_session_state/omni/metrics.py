@@ -10,7 +10,7 @@ Imported only in a server whose flag is on: it needs the Prometheus client, whic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -45,6 +45,8 @@ _MORE = {
 """By the kind the figure of ``stats()`` that counts bytes beside those of the sessions of the table."""
 
 Sample = tuple[list[str], float]
+Lost = Callable[[], Mapping[int, int]]
+_NONE: Mapping[int, int] = {}
 
 
 class SessionStateCollector(Collector):
@@ -52,10 +54,12 @@ class SessionStateCollector(Collector):
 
     Args:
         figures: The last known ones.
+        lost: How many sessions were lost with their replica, by its number; known here, and to no worker.
     """
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: Figures, lost: Lost) -> None:
         self._figures = figures
+        self._lost = lost
 
     def describe(self) -> Iterable[Metric]:
         """The names, so that nobody else registers one."""
@@ -66,29 +70,35 @@ class SessionStateCollector(Collector):
         self._figures.want(linger_s=LINGER_S)
         known = self._figures.known
         if known is None:
-            return iter(families({}))
-        return iter(families(known.answers, known.age_s, self._figures.split))
+            return iter(families({}, lost_homes=self._lost()))
+        return iter(families(known.answers, known.age_s, self._figures.split, self._lost()))
 
 
 _registered: dict[CollectorRegistry, SessionStateCollector] = {}
 
 
-def register(figures: Figures, registry: CollectorRegistry = REGISTRY) -> None:
+def register(figures: Figures, lost: Lost, registry: CollectorRegistry = REGISTRY) -> None:
     """Have scrapes answered from these figures, and from no earlier ones of this process."""
     earlier = _registered.pop(registry, None)
     if earlier is not None:
         registry.unregister(earlier)
-    _registered[registry] = collector = SessionStateCollector(figures)
+    _registered[registry] = collector = SessionStateCollector(figures, lost)
     registry.register(collector)
 
 
-def families(answers: Answers, age_s: float | None = None, split: int | None = None) -> list[Metric]:
+def families(
+    answers: Answers,
+    age_s: float | None = None,
+    split: int | None = None,
+    lost_homes: Mapping[int, int] = _NONE,
+) -> list[Metric]:
     """All metrics.
 
     Args:
         answers: Of ``session_state_stats``.
         age_s: How old they are; ``None`` where there are none.
         split: How many sessions are in several replicas; ``None`` where that is not known.
+        lost_homes: Sessions that were lost with their replica, by its number.
     """
     every = list(ranks_of(answers))
     first: dict[int, Mapping[str, Any]] = {}
@@ -148,7 +158,9 @@ def families(answers: Answers, age_s: float | None = None, split: int | None = N
         ([f"{n}", reason.value], rank.get(f"lost:{reason.value}", 0))
         for n, rank in first.items()
         for reason in Reason
+        if reason is not Reason.REPLICA
     ]
+    lost += [([f"{n}", Reason.REPLICA.value], lost_homes.get(n, 0)) for n in sorted({*first, *lost_homes})]
     found.append(_counter("lost", "Sessions dropped that no client had ended.", ("replica", "reason"), lost))
     failed = [
         ([f"{n}", *move.split(":")], held["failed"])

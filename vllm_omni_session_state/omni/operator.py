@@ -53,7 +53,7 @@ def serve(workers: Workers, state: Any, *, http: bool) -> None:
     except RuntimeError:  # no server that serves: there is nobody to answer
         return
     figures = Figures(workers, loop)
-    _tried(lambda: _add_metrics(figures), "the metrics vllm_omni_session_state:* are not there")
+    _tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
     if http:
         _tried(
             lambda: _add_routes(workers, figures, state), "the routes under /v1/session_state are not there"
@@ -69,10 +69,10 @@ def _tried(add: Callable[[], None], otherwise: str) -> None:
         )
 
 
-def _add_metrics(figures: Figures) -> None:
+def _add_metrics(workers: Workers, figures: Figures) -> None:
     from vllm_omni_session_state.omni import metrics  # noqa: PLC0415 - it needs the Prometheus client
 
-    metrics.register(figures)
+    metrics.register(figures, workers.lost)
 
 
 def _add_routes(workers: Workers, figures: Figures, state: Any) -> None:

@@ -1,7 +1,7 @@
 """The workers as an API server process reaches them: the remote calls that it makes about its sessions.
 
-One call is under way at a time. The host runs it between two steps and holds a thread of its pool for it,
-so what comes meanwhile goes together in the next one.
+A call about a session goes to the replica that has it. One call is under way there at a time, and what comes
+meanwhile goes together in the next one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from vllm_omni_session_state.errors import SessionStateError
 from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.omni import seams
 from vllm_omni_session_state.omni.ends import WorkersStoppedError
+from vllm_omni_session_state.omni.replicas import Asked, Callee, Replicas
+
+_ENDS = ("session_state_close", "session_state_reset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class _Said:
     replicas: list[list[Mapping[str, Any]]]
     failures: list[str]
     refused: bool
+
+    def also(self, other: _Said) -> _Said:
+        """What these replicas said and others, too."""
+        refused = self.refused and other.refused
+        return _Said([*self.replicas, *other.replicas], [*self.failures, *other.failures], refused)
 
     def done(self) -> _Said:
         """The same, where nothing went wrong.
@@ -51,26 +59,6 @@ class _Batch:
         self.sent: asyncio.Task[Asked] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What came of a question.
-
-    Attributes:
-        answers: By the number of the replica, of all stages in their order; what ranks say that failed is
-            in them.
-        failures: What those replicas said from which no answer came.
-    """
-
-    answers: dict[int, Mapping[str, Any]]
-    failures: list[str]
-
-    @property
-    def whole(self) -> bool:
-        """Whether every rank of every replica did well."""
-        ranks = (rank for answer in self.answers.values() for rank in answer["ranks"])
-        return not self.failures and all(rank["ok"] for rank in ranks)
-
-
 class Workers:
     """The workers of some stages, with all their replicas and ranks.
 
@@ -81,10 +69,13 @@ class Workers:
 
     def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
         self._engine_client = engine_client
-        self._stage_ids = stage_ids
-        self._turn = asyncio.Lock()
-        self._open: dict[str, _Batch] = {}
+        self._replicas = Replicas(engine_client, stage_ids)
+        self._open: dict[tuple[str, Callee], _Batch] = {}
         self._deaf = False
+
+    def lost(self) -> dict[int, int]:
+        """How many sessions were lost with their replica, by its number."""
+        return self._replicas.lost()
 
     async def close(self, key: str) -> None:
         """End a session wherever it is.
@@ -95,6 +86,7 @@ class Workers:
             WorkersStoppedError: If the server stops, and its workers with it.
         """
         (await self._together("session_state_close", key)).done()
+        self._replicas.forget(key)
 
     async def park(self, key: str) -> None:
         """Park a session wherever nobody uses it. Raises as ``close()`` does."""
@@ -118,29 +110,44 @@ class Workers:
         return False
 
     async def _together(self, method: str, key: str) -> _Said:
-        """Have a call about a session made, with those about others that come meanwhile."""
-        batch = self._open.get(method)
-        if batch is None:
-            batch = self._open[method] = _Batch()
-            batch.sent = asyncio.get_running_loop().create_task(self._send(method, batch))
-        batch.keys.append(key)
-        at = len(batch.keys) - 1
-        assert batch.sent is not None, "a batch is made with its task"
-        return _said_of(at, await asyncio.shield(batch.sent))
+        """Have calls about a session made, with those about others that come meanwhile."""
+        joined = [self._join(method, callee, key) for callee in self._replicas.of(key)]
+        done = await asyncio.gather(*(asyncio.shield(sent) for _, sent in joined), return_exceptions=True)
+        all_said = _Said([], [], refused=True)
+        for (at, _), asked in zip(joined, done, strict=True):
+            if isinstance(asked, WorkersStoppedError) or (
+                isinstance(asked, BaseException) and len(done) == 1
+            ):
+                raise asked
+            if isinstance(asked, BaseException):
+                all_said = all_said.also(_Said([], [f"{type(asked).__name__}: {asked}"], refused=False))
+            else:
+                all_said = all_said.also(_said_of(at, asked))
+        return all_said
 
-    async def _send(self, method: str, batch: _Batch) -> Asked:
-        async with self._turn:
-            del self._open[method]
+    def _join(self, method: str, callee: Callee, key: str) -> tuple[int, asyncio.Task[Asked]]:
+        """Put a session into the next call to a replica: its place there, and the call."""
+        batch = self._open.get((method, callee))
+        if batch is None:
+            batch = self._open[method, callee] = _Batch()
+            batch.sent = asyncio.get_running_loop().create_task(self._send(method, callee, batch))
+        batch.keys.append(key)
+        assert batch.sent is not None, "a batch is made with its task"
+        return len(batch.keys) - 1, batch.sent
+
+    async def _send(self, method: str, callee: Callee, batch: _Batch) -> Asked:
+        async with callee.turn:
+            del self._open[method, callee]
             if self._deaf:
-                return Asked({}, [])
+                return Asked()
             try:
-                asked = await self._replies(method, tuple(batch.keys), {"only_id": True})
+                asked = await callee.call(method, tuple(batch.keys), {"only_id": True})
             except Exception as error:  # noqa: BLE001 - it goes on
                 raise (WorkersStoppedError() if self._stopped else error) from None
             if asked.failures and self._stopped:
                 raise WorkersStoppedError
             self._hear(method, asked)
-            return Asked({}, []) if self._deaf else asked
+            return Asked() if self._deaf else asked
 
     async def ask(self, method: str, *names: str, sent: asyncio.Event | None = None, **how: bool) -> Asked:
         """Ask for what an operator wants; names are ids or as a listing shows them.
@@ -148,15 +155,25 @@ class Workers:
         Args:
             method: One of ``rpc.METHODS``.
             *names: Its arguments.
-            sent: Set as soon as the call is on its way: before that a cancellation leaves nothing behind.
+            sent: Set as soon as a call is on its way: before that a cancellation leaves nothing behind.
             **how: Its keywords.
         """
-        async with self._turn:
-            if sent is not None:
-                sent.set()
-            if self._deaf:
-                return Asked({}, [])
-            asked = await self._replies(method, names, {name: True for name, on in how.items() if on})
+        given = {name: True for name, on in how.items() if on}
+        callees = self._replicas.named(names, given) if names else self._replicas.all()
+
+        async def call(callee: Callee) -> Asked:
+            async with callee.turn:
+                if sent is not None:
+                    sent.set()
+                return Asked() if self._deaf else await callee.call(method, names, given)
+
+        asked = Asked()
+        one = len(callees) == 1  # who waits for no other needs no task of its own
+        for each in [await call(callees[0])] if one else await asyncio.gather(*map(call, callees)):
+            asked.answers.update(each.answers)
+            asked.failures.extend(each.failures)
+        for name in names if method in _ENDS else ():
+            self._replicas.forget(name)
         if not asked.answers:
             self._hear(method, asked)
         return asked
@@ -178,21 +195,6 @@ class Workers:
         if failures and all(f"attribute '{method}'" in failure for failure in failures):
             self._deaf = True
             LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
-
-    async def _replies(self, method: str, names: tuple[str, ...], how: dict[str, bool]) -> Asked:
-        # No time limit: the host drops a call that waited too long behind a step, and the end with it.
-        replies = await self._engine_client.collective_rpc(
-            method=method, args=names, kwargs=how, stage_ids=self._stage_ids
-        )
-        asked = Asked({}, [])
-        for number, reply in enumerate(replies):  # one a replica
-            answer = reply[0] if isinstance(reply, list | tuple) and reply else reply
-            if isinstance(answer, Mapping) and "ranks" in answer:
-                asked.answers[number] = answer
-            else:
-                said = answer.get("error", answer) if isinstance(answer, Mapping) else answer
-                asked.failures.append(str(said))
-        return asked
 
 
 def _said_of(at: int, asked: Asked) -> _Said:

@@ -27,6 +27,7 @@ def write_deploy(
     model_config: dict[str, Any] | None = None,
     cfg_parallel_size: int = 1,
     executor: str = "mp",
+    replicas: int = 1,
 ) -> Path:
     """Write the deploy YAML of one tiny DreamZero stage.
 
@@ -38,12 +39,13 @@ def write_deploy(
         model_config: More of the stage's free ``model_config``.
         cfg_parallel_size: Worker processes that share the branches of guidance.
         executor: ``"mp"`` for worker processes, ``"uni"`` for one worker in the engine's own process.
+        replicas: Of the stage, each with worker processes of its own.
 
     Returns:
         The file.
     """
     stage: dict[str, Any] = {
-        "devices": ",".join(map(str, range(cfg_parallel_size))),
+        "devices": ",".join(map(str, range(cfg_parallel_size * replicas))),
         "model_class_name": "DreamZeroPipeline",
         "engine_backend": ENGINE,
         "model_paths": {"tokenizer": f"{checkpoint}/tokenizer"},
@@ -55,6 +57,8 @@ def write_deploy(
     }
     if cfg_parallel_size > 1:
         stage["parallel_config"] = {"tensor_parallel_size": 1, "cfg_parallel_size": cfg_parallel_size}
+    if replicas > 1:
+        stage["num_replicas"] = replicas
     if flag is not None:
         stage["enable_session_state_manager"] = flag
     return write_stage(path, "dreamzero", stage, executor=executor)

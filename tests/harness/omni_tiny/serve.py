@@ -58,6 +58,7 @@ class Server:
         capacity: Sessions that the worker's runner keeps, 1 to 64.
         idle_timeout_s: After so many silent seconds the server closes a robot's connection.
         num_inference_steps: Denoising steps per chunk; many make a step last.
+        replicas: Of the one stage.
         environ: More environment variables of the server's processes.
         api_key: Without it the server answers nobody; everything here has it.
 
@@ -78,6 +79,7 @@ class Server:
         capacity: int = 8,
         idle_timeout_s: float = 30.0,
         num_inference_steps: int = 2,
+        replicas: int = 1,
         environ: Mapping[str, str] | None = None,
         api_key: str | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class Server:
             flag=flag,
             num_inference_steps=num_inference_steps,
             model_config=more,
+            replicas=replicas,
         )
         command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", os.fspath(checkpoint)]
         command += ["--omni", "--deploy-config", str(deploy), "--host", "127.0.0.1", "--port", str(self.port)]
@@ -174,12 +177,16 @@ class Server:
         Raises:
             RuntimeError: The call failed there, or the worker has no such method.
         """
+        (result,) = self.call_all(method, *args, **kwargs)
+        return result
+
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same of every replica that lives, each of one rank, in their order."""
         body = {"method": method, "args": list(args), "kwargs": kwargs, "timeout": 120}
         status, answer = self.http("POST", "/collective_rpc", body)
-        if status != 200 or isinstance(answer["results"][0], dict):
+        if status != 200 or any(isinstance(result, dict) for result in answer["results"]):
             raise RuntimeError(f"the worker did not answer {method!r}: {answer}")
-        ((result,),) = answer["results"]
-        return result
+        return [result for (result,) in answer["results"]]
 
     def robot(self, session: str | None = None, *, seed: int = 0) -> Robot:
         """Connect a robot."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from omni_tiny.crowd import Crowd
     from omni_tiny.serve import Server
 
 
@@ -136,6 +137,24 @@ class Robot:
 
     def __exit__(self, *_exc: object) -> None:
         self.hang_up()
+
+
+class CrowdRobot:
+    """One session of a `Crowd`, as a robot on a websocket of its own.
+
+    Attributes:
+        number: The session's.
+        robot: The robot.
+    """
+
+    def __init__(self, server: Server, crowd: Crowd, number: int) -> None:
+        self.number = number
+        self.robot = server.robot(crowd.name(number))
+
+    def step(self, session: str, *, rng: Any, prompt: str, frames: int) -> Any:
+        """Take one step and return its actions; see `Crowd.run`."""
+        self.robot.send(robot.observation(rng, session=session, prompt=prompt, frames=frames))
+        return self.robot.receive()
 
 
 class Rollout:
