@@ -84,7 +84,9 @@ def scripted(server):
 
 
 def test_who_was_lost_with_a_replica_is_counted_where_it_was_also_when_it_answers_no_more():
-    (lost,) = (each for each in metrics.families({}, lost_homes={1: 3}) if each.name == f"{metrics.PREFIX}lost")
+    (lost,) = (
+        each for each in metrics.families({}, lost_homes={1: 3}) if each.name == f"{metrics.PREFIX}lost"
+    )
     (sample,) = lost.samples
     assert (sample.labels, sample.value) == ({"replica": "1", "reason": "replica"}, 3)
 
