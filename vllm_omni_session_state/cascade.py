@@ -25,7 +25,7 @@ from vllm_omni_session_state.errors import (
     without_frames,
 )
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.exchange import Exchange, failed_somewhere, moved_or_left
+from vllm_omni_session_state.exchange import Exchange, Ranks
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
@@ -65,6 +65,7 @@ class Cascade:
         moves: How long moves took, and how much moved.
         declaration: What the model declared of one session.
         engine_nbytes: What an engine keeps of one session in its pool at most, which moves with the rest.
+        ranks: Of which this process is one.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Cascade:
         self.max_parked = max_parked
         self.declaration: Declaration | None = None
         self.engine_nbytes = 0
-        self._exchange = exchange
+        self.ranks = Ranks(exchange)
         self._table = table
         self.moves = Moves()
 
@@ -113,7 +114,7 @@ class Cascade:
     @property
     def declared_nbytes(self) -> int | None:
         """What one session counts on the device where ranks must agree; ``None`` where each is as it is."""
-        if self._exchange is None:
+        if not self.ranks:
             return None
         return 0 if self.declaration is None else self.declaration.device_nbytes
 
@@ -193,8 +194,7 @@ class Cascade:
                 session.put_back(part)
         except Exception as error:  # noqa: BLE001 - as above
             failed, part = without_frames(error), None
-        if self._exchange is not None:
-            failed = failed_somewhere(self._exchange, failed)
+        failed = self.ranks.agree(session.key, parked.level.value, failed)
         if failed is None:
             self._note_move("restore", parked, began)
             self._discard(parked)
@@ -241,8 +241,7 @@ class Cascade:
             try:
                 self._agree(Level.HOST, host, len(table.hosted), swap)
                 live = self._live_nbytes() - lent_by(swap, Level.HOST)
-                return moved_or_left(
-                    self._exchange,
+                return self.ranks.moved_or_left(
                     lambda: park(session, host, on_host=self.on_host, live_nbytes=live),  # noqa: B023
                     lambda: park_in_place(session, Level.HOST, on_host=self.on_host),
                 )
@@ -255,8 +254,7 @@ class Cascade:
         assert disk is not None, "there is a tier"
         self._agree(Level.DISK, disk, table.on_disk, swap)
         lent = lent_by(swap, Level.DISK)
-        return moved_or_left(
-            self._exchange,
+        return self.ranks.moved_or_left(
             lambda: park_on_disk(session, disk, on_host=self.on_host, lent=lent),
             lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
         )
@@ -283,8 +281,7 @@ class Cascade:
         try:
             self._agree(Level.DISK, disk, table.on_disk, swap)
             lent = lent_by(swap, Level.DISK)
-            here = moved_or_left(
-                self._exchange,
+            here = self.ranks.moved_or_left(
                 lambda: sink(session, there, disk, on_host=on_host, lent=lent),
                 lambda: dataclasses.replace(there, level=Level.DISK),
             )

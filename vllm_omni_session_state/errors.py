@@ -142,7 +142,7 @@ class SessionParkedError(SessionStateError, RuntimeError):
 
 
 class SessionRestoreFailedError(SessionStateError, RuntimeError):
-    """A parked session could not be brought back; it is where it was, whole, and the next try may succeed.
+    """A session could not be brought back on all ranks; it is where it was, whole.
 
     Attributes:
         session: The session's shown id.
@@ -150,7 +150,7 @@ class SessionRestoreFailedError(SessionStateError, RuntimeError):
 
     def __init__(self, session: str, why: object) -> None:
         self.session = session
-        super().__init__(f"session {session} stays parked: {why}. Send the step again, or close the session")
+        super().__init__(f"session {session} stays where it is: {why}. Send the step again, or close it")
 
 
 class SessionStateLostError(SessionStateError, RuntimeError):

@@ -1,51 +1,152 @@
-"""What the ranks of one model tell each other before all of them go on, or none does."""
+"""What the ranks of one model tell each other before all of them go on, or none does.
+
+A message has one size, whatever it says: so it is one collective call, with nothing to agree on before it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from vllm_omni_session_state.errors import SessionStateError, without_frames
+from vllm_omni_session_state.errors import (
+    SessionRestoreFailedError,
+    SessionStateError,
+    without_frames,
+)
 from vllm_omni_session_state.events import say_once
+from vllm_omni_session_state.ids import shown
 
 T = TypeVar("T")
 
-Exchange = Callable[[str | None], Sequence[str | None]]
-"""Tells all ranks what went wrong on this one, if anything; returns what each of them told, by rank."""
+SIZE = 512
+"""Bytes of a message."""
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Hands a message of `SIZE` bytes to all ranks; returns theirs, by rank.
+
+A collective call: every rank makes it, or the others wait until one of them is gone, or the group's timeout.
+"""
 
 
-def failed_somewhere(exchange: Exchange, failed: Exception | None) -> Exception | None:
-    """What went wrong on any rank, the same on all of them; ``None`` where nothing did.
+class Word(NamedTuple):
+    """What one rank tells the others.
+
+    Attributes:
+        about: What all of them speak of, one line.
+        said: What this rank has of it, one line.
+        failed: What went wrong on this rank, cut where the message ends; ``""`` for nothing.
+    """
+
+    about: str
+    said: str
+    failed: str = ""
+
+    def packed(self) -> bytes:
+        """As a message."""
+        lines = (self.about, " ".join(self.said.split()), self.failed)
+        return "\n".join(lines).encode(errors="backslashreplace")[:SIZE].ljust(SIZE, b"\0")
+
+
+def word_of(message: bytes) -> Word:
+    """The reverse of ``Word.packed()``."""
+    return Word(*message.rstrip(b"\0").decode(errors="ignore").split("\n", 2))
+
+
+def tell(exchange: Exchange | None, about: str, said: str = "", failed: str = "") -> list[Word]:
+    """Tell all ranks; what each of them told, by rank.
 
     Args:
-        exchange: A collective call: every rank makes it.
-        failed: What went wrong on this one.
-    """
-    try:
-        told = exchange(None if failed is None else f"{type(failed).__name__}: {failed}")
-    except Exception as error:  # noqa: BLE001 - a rank is gone: the session stays where it is
-        return without_frames(error)
-    reasons = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why is not None]
-    return SessionStateError("; ".join(reasons)) if reasons else None
-
-
-def moved_or_left(exchange: Exchange | None, move: Callable[[], T], leave: Callable[[], T]) -> T:
-    """What ``move`` made; where other ranks have moved theirs and this one cannot, what ``leave`` made.
+        exchange: ``None`` where there is one rank.
+        about: As in ``Word``.
+        said: As in ``Word``.
+        failed: As in ``Word``.
 
     Raises:
-        Exception: Whatever ``move`` raised, where there is one rank.
+        Exception: If a rank is gone, or did not come within the group's timeout.
     """
-    try:
-        return move()
-    except Exception as error:
-        if exchange is None:
-            raise
-        say_once(
-            logging.WARNING,
-            ("in place",),
-            "what this rank has of a parked session stays where it is, beyond its budget: %s: %s",
-            type(error).__name__,
-            error,
-        )
-    return leave()
+    message = Word(about, said, failed).packed()
+    return list(map(word_of, [message] if exchange is None else exchange(message)))
+
+
+def name_of(error: BaseException | None) -> str:
+    """An error as ranks tell it, without what it holds; ``""`` for none."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def failures(words: Sequence[Word]) -> str:
+    """What went wrong, with the rank if there are several; the same on all, ``""`` where nothing did."""
+    if len({word.about for word in words}) > 1:
+        return "the ranks do not speak of the same"
+    if len(words) == 1:
+        return words[0].failed
+    return "; ".join(f"rank {rank}: {word.failed}" for rank, word in enumerate(words) if word.failed)
+
+
+class Ranks:
+    """The ranks of one model, as its manager asks them; false where there is one.
+
+    Args:
+        exchange: How they tell each other.
+    """
+
+    def __init__(self, exchange: Exchange | None) -> None:
+        self._exchange = exchange
+
+    def __bool__(self) -> bool:
+        return self._exchange is not None
+
+    def agree(self, key: str, place: str, failed: Exception | None = None) -> Exception | None:
+        """Whether all ranks have a session where this one has it, and each its part ready.
+
+        Args:
+            key: The session's.
+            place: Where this rank had it when it was asked for; one line.
+            failed: Why this rank's part is not ready.
+
+        Returns:
+            What keeps all of them from using it, the same on all; ``None`` if nothing does.
+        """
+        if self._exchange is None:
+            return failed
+        about = hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        try:
+            words = tell(self._exchange, about, place, name_of(failed))
+        except Exception as error:  # noqa: BLE001 - a rank is gone: the session stays where it is
+            return without_frames(error)
+        reasons = failures(words)
+        if len({word.said for word in words}) > 1:
+            where = ", ".join(f"rank {rank}: {word.said}" for rank, word in enumerate(words))
+            reasons = f"the ranks do not agree where that is ({where}{reasons and '; '}{reasons})"
+        return SessionStateError(reasons) if reasons else None
+
+    def meet(self, key: str, place: str) -> None:
+        """As ``agree()``, for a rank that has nothing to bring back.
+
+        Raises:
+            SessionRestoreFailedError: On all ranks; nothing has changed.
+        """
+        failed = self.agree(key, place)
+        if failed is not None:
+            raise SessionRestoreFailedError(shown(key), failed) from failed
+
+    def moved_or_left(self, move: Callable[[], T], leave: Callable[[], T]) -> T:
+        """What ``move`` made; where other ranks have moved theirs and this one cannot, what ``leave`` made.
+
+        Raises:
+            Exception: Whatever ``move`` raised, where there is one rank.
+        """
+        try:
+            return move()
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            say_once(
+                logging.WARNING,
+                ("in place",),
+                "what this rank has of a parked session stays where it is, beyond its budget: %s: %s",
+                type(error).__name__,
+                error,
+            )
+        return leave()

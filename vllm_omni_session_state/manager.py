@@ -39,7 +39,7 @@ from vllm_omni_session_state.tiers.host import HostTier
 
 
 class SessionStateManager:
-    """Owns the sessions of one model in one worker process.
+    """Owns the sessions of one model in one worker process. A session's id that is no string: TypeError.
 
     Args:
         max_sessions: Sessions kept on the device, at least 1. A new one beyond it sends the least
@@ -122,8 +122,8 @@ class SessionStateManager:
         """The session of that id, made the most recently used one; a new empty one where there is none.
 
         For who holds a lease on it, or runs without a tier. A new session beyond ``max_sessions`` takes the
-        least recently used one out of the table, counted as an eviction and said at WARNING, since that
-        client's rollout starts over. Whoever changes the session calls ``settle()`` when done.
+        least recently used one out of the table, counted and said, since that client's rollout starts over.
+        Whoever changes the session calls ``settle()`` when done.
 
         Raises:
             TypeError: For an id that is no string.
@@ -133,21 +133,30 @@ class SessionStateManager:
         """
         return self._find(session_key(session_id), lease=False).session
 
-    def prepare(self, session_id: str | None) -> None:
+    def prepare(self, session_id: str | None, *, new: bool = True) -> bool:
         """Bring a session to the device, or make room for a new one, ahead of a lease on it.
+
+        Ranks that park call it all at once, and tell each other where they have it. Returns whether it is
+        there; with ``new`` off one that is not does not begin.
 
         Raises:
             SessionRestoreFailedError: As for ``lease()``, and so the others.
         """
         key = session_key(session_id)
         with self._table.lock:
-            seat = self._table.arrived(key)
+            seat, place = self._table.arrived(key), self._table.place(key)
             parked = seat is not None and seat.parked is not None
-        why = None if parked else self.room.make_place(key)
-        if why is not None and self.room.loses_nobody:
-            raise NoRoomError(why)  # else it is the engine that drops its oldest session
+        if not parked:
+            if self.cascade:  # else none is ever parked
+                self.cascade.ranks.meet(key, place)
+            if not new:
+                return seat is not None
+            why = self.room.make_place(key)
+            if why is not None and self.room.loses_nobody:
+                raise NoRoomError(why)  # else it is the engine that drops its oldest session
         if parked or seat is None:
             self._end_lease(self._find(key, lease=True, count=False))
+        return True
 
     def park(self, session_id: str | None) -> bool:
         """Park a session that nobody uses, also while the budgets have room for it.
@@ -156,7 +165,6 @@ class SessionStateManager:
             Whether it is parked now; one that is in use or not there is not.
 
         Raises:
-            TypeError: For an id that is no string.
             CannotParkError: It stays on the device, and the error says why.
         """
         return self.room.send(session_key(session_id))
@@ -168,13 +176,11 @@ class SessionStateManager:
             Whether it is on the device now.
 
         Raises:
-            TypeError: For an id that is no string.
-            SessionRestoreFailedError: As for ``lease()``.
+            SessionRestoreFailedError: As for ``prepare()``, and so the others.
         """
+        self.prepare(session_id, new=False)
+        self.room.enforce()
         session = self.peek(session_id)
-        if session is not None and session.parked:
-            with self.lease(session_id):
-                pass
         return session is not None and not session.parked
 
     def begin_restore(self, session_id: str | None) -> bool:
@@ -182,9 +188,6 @@ class SessionStateManager:
 
         Returns:
             Whether it is parked there, and is being read. Few are at once, beside ``host_budget``.
-
-        Raises:
-            TypeError: For an id that is no string.
         """
         return self.cascade.begin(session_key(session_id))
 
@@ -254,9 +257,6 @@ class SessionStateManager:
 
         Returns:
             Whether there was such a session.
-
-        Raises:
-            TypeError: For an id that is no string.
         """
         seat = self._table.remove(session_key(session_id))
         if seat is None:

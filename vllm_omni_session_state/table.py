@@ -49,6 +49,17 @@ class Table:
             self.moved.wait()
         return seat
 
+    def place(self, key: str) -> str:
+        """Where a session is, for the other ranks of its model. Lock held.
+
+        Of one that is not there also what decides whether there is room for it.
+        """
+        seat, lost = self.seats.get(key), self.losses.reason(key)
+        if seat is not None:
+            return seat.where
+        what = "not there" if lost is None else f"lost ({lost.value})"
+        return f"{what}, of {len(self.seats)} sessions {self.parked} are parked, {self.on_disk} on the disk"
+
     def open(self, key: str) -> Seat:
         """Seat a new session. Lock held."""
         self.misses += 1

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from vllm_omni_session_state.exchange import Ranks
 from vllm_omni_session_state.ids import DEFAULT, hashed, show_in_the_clear
 from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.tiers.host import HostTier
 
 pytestmark = pytest.mark.host
 
@@ -261,6 +263,20 @@ def test_a_worker_whose_model_keeps_its_own_state_says_so(worker, dreamzero_chec
         answer = bespoke.worker.session_state_stats()
     assert not answer["agree"]
     assert "DreamZeroPipeline keeps its own session state" in answer["ranks"][0]["error"]
+
+
+def test_a_restore_meets_the_other_ranks_also_for_a_name_that_nobody_has_here(model, worker, monkeypatch):
+    cascade, told = model.pipeline._memory_manager.cascade, []
+
+    def exchange(message):
+        told.append(message)
+        return [message, message]
+
+    step(model, "a")
+    monkeypatch.setattr(cascade, "host", HostTier(budget=1 << 30))
+    monkeypatch.setattr(cascade, "ranks", Ranks(exchange))
+    assert only(worker.session_state_restore("nobody", hashed("a"), None))["restored"] == [False, True, False]
+    assert len(told) == 3
 
 
 def in_rank(rank, checkpoint):

@@ -165,7 +165,7 @@ def test_no_room_on_the_device_leaves_the_session_parked(manager, monkeypatch):
     torch.cuda.set_per_process_memory_fraction(max(1e-6, (torch.cuda.memory_reserved() + 1) / total))
     torch.cuda.empty_cache()
     try:
-        with pytest.raises(SessionRestoreFailedError, match="stays parked: no memory on cuda"):
+        with pytest.raises(SessionRestoreFailedError, match="stays where it is: no memory on cuda"):
             manager.prepare("a")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

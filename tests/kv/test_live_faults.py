@@ -14,6 +14,7 @@ from vllm_omni_session_state.errors import (
     TierFaultError,
 )
 from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.exchange import Ranks
 from vllm_omni_session_state.omni import kv
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
@@ -90,7 +91,7 @@ def test_a_restore_that_finds_too_few_blocks_leaves_the_session_parked_whole(ser
     hog = pool.begin_request("hog")
     pool.allocate_token_slots(hog, (free(pool) - 2) * pool.block_size)
     before = three.tiers(), free(pool)
-    with pytest.raises(SessionRestoreFailedError, match=r"stays parked: .*blocks"):
+    with pytest.raises(SessionRestoreFailedError, match=r"stays where it is: .*blocks"):
         three.crowd.run(three.model, (0, 3))
     assert (three.tiers(), free(pool)) == before
     assert three.place(0) == "host"
@@ -157,7 +158,7 @@ def test_a_fault_midway_in_a_restore_leaves_the_session_parked_whole(served, mon
     three.step(0, 1, 0, 1, 0)
     assert three.manager.park(three.crowd.name(0))
     mend, raised = RESTORING[where](monkeypatch)
-    three.refused(0, SessionRestoreFailedError, "stays parked")
+    three.refused(0, SessionRestoreFailedError, "stays where it is")
     assert len(raised) == 1
     mend()
     assert three.place(0) == "host"
@@ -172,7 +173,7 @@ def test_a_disk_that_fails_leaves_each_session_whole_in_one_place(served, monkey
     fault = TierFaultError("do it", file="a file", why="no device", remedy="mend it")
     mend, raised = fails_after(monkeypatch, DiskTier, where, error=fault)
     if where == "put":
-        three.refused(0, SessionRestoreFailedError, "stays parked: .*no device")
+        three.refused(0, SessionRestoreFailedError, "stays where it is: .*no device")
         three.refused(4, NoRoomError, "no room for a new session: .*no device")
     else:
         # Room was made for it, and stays.
@@ -244,7 +245,7 @@ def test_a_decode_of_a_parked_session_for_which_there_is_no_place_is_refused(ser
     three.step(0, 1, 2, 3)
     mend, _ = fails_after(monkeypatch, HostTier, "put", error=MemoryError("no room"))
     before = three.places()
-    with pytest.raises(SessionRestoreFailedError, match=r"stays parked: .*no room"):
+    with pytest.raises(SessionRestoreFailedError, match=r"stays where it is: .*no room"):
         three.model.pipeline.decode_accumulated_video_latents(three.crowd.name(0))
     three.sound()
     assert three.places() == before
@@ -258,7 +259,7 @@ def test_where_ranks_must_agree_a_parked_session_counts_with_its_kv(served):
     three = served(**HOST, on_lost="error")
     size = MODEL_OWNED_BYTES + kv.most_nbytes(three.pool)
     cascade = three.manager.cascade
-    cascade._exchange, cascade.host = lambda said: [said], HostTier(budget=3 * size - 1)
+    cascade.ranks, cascade.host = Ranks(lambda message: [message]), HostTier(budget=3 * size - 1)
     three.step(0, 1, 2, 3, 4)
     three.refused(5, NoRoomError, rf"the host tier has {size - 1} bytes left and {size} are wanted")
     three.step(2, 3, 4)

@@ -12,6 +12,7 @@ from vllm_omni_session_state.errors import (
     PoolFullError,
     SessionRestoreFailedError,
 )
+from vllm_omni_session_state.exchange import word_of
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.paged import PagedKV
 from vllm_omni_session_state.regions import Region, union
@@ -165,9 +166,10 @@ def test_where_ranks_must_agree_kv_that_cannot_be_taken_out_is_given_up_and_the_
     """The other ranks have parked it: if this one kept it, they would wait for it at the next step."""
     told = []
 
-    def exchange(said):
-        told.append(said)
-        return [said, None]
+    def exchange(message):
+        told.append(message)
+        mine = word_of(message)
+        return [message, mine._replace(failed="").packed()]
 
     def no_memory():
         raise MemoryError("no room for a copy")
@@ -184,7 +186,7 @@ def test_where_ranks_must_agree_kv_that_cannot_be_taken_out_is_given_up_and_the_
     assert len(arena.free) == 8
     assert "could not be taken out of the engine's pool: MemoryError: no room for a copy" in caplog.text
     with (
-        pytest.raises(SessionRestoreFailedError, match="stays parked: rank 0: "),
+        pytest.raises(SessionRestoreFailedError, match="stays where it is: rank 0: "),
         manager.lease("a"),
     ):
         raise AssertionError("it was not brought back")

@@ -1,6 +1,7 @@
 """Whatever goes wrong while hooking, the model is loaded as without the plugin, and one WARNING says why."""
 
 import logging
+import sys
 import types
 
 import pytest
@@ -9,7 +10,7 @@ from fakes import Config, DreamZeroPipeline, OldConfig, OtherPipeline, installed
 from vllm_omni_session_state.adapters import dreamzero
 from vllm_omni_session_state.config import ENV_FLAG, ENV_MAX_SESSIONS
 from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import runner
+from vllm_omni_session_state.omni import agreement, runner
 from vllm_omni_session_state.plugin import register
 
 
@@ -53,6 +54,12 @@ def test_a_raising_adapter_leaves_the_pipeline_as_it_was_loaded(monkeypatch, cap
     assert "DreamZeroPipeline keeps its own session state: RuntimeError: no such tensor" in line
 
 
+def test_what_an_attached_pipeline_held_before_is_held_by_nobody():
+    pipeline = load(DreamZeroPipeline(), Config())
+    assert agreement.loads[-1].pipeline() is pipeline
+    assert not agreement.loads[-1].patches._before
+
+
 def test_a_missing_seam_is_named_with_what_was_expected(monkeypatch, caplog):
     monkeypatch.delattr(DreamZeroPipeline, "_drop_ar_diffusion_session_state")
     pipeline = load(DreamZeroPipeline(), Config())
@@ -83,6 +90,21 @@ def test_a_host_without_the_flags_field_can_be_turned_on_by_the_variable(monkeyp
     monkeypatch.setenv(ENV_FLAG, "1")
     load(DreamZeroPipeline(), OldConfig())
     assert len(given) == 1
+
+
+def test_where_no_group_has_one_request_nothing_is_parked_and_the_model_serves(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm_omni.diffusion.offloader.config", None)  # of a host without it
+    config = Config()
+    config.model_config = {"session_state": {"host_budget": "1GiB", "device_budget": 0}}
+    config.parallel_config = types.SimpleNamespace(
+        data_parallel_size=2
+    )  # and it does not say how it offloads
+    pipeline = load(DreamZeroPipeline(), config, times=2)
+    assert not pipeline._memory_manager.cascade
+    assert pipeline._memory_manager.room.device_budget is None
+    (line,) = [line for line in lines(caplog) if "loaded again" not in line]
+    assert "with data_parallel_size=2 and layer-wise offload" in line
+    assert line.endswith("Budgets are ignored and nothing is parked")
 
 
 def test_a_loader_without_load_model_is_left_alone(caplog):

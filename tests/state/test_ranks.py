@@ -4,6 +4,7 @@ The ranks are two managers in two threads with a barrier between them; a real gr
 ``tests/dreamzero/test_parking_ranks.py``.
 """
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -12,13 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.errors import NoRoomError, SessionRestoreFailedError, SessionStateLostError
+from vllm_omni_session_state.errors import (
+    CannotParkError,
+    NoRoomError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+)
 from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.exchange import SIZE, Word, word_of
+from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
@@ -35,7 +43,7 @@ class Rank:
 
     def __init__(self, number, meeting, **bounds):
         self.number, self.meeting = number, meeting
-        self.fails_at, self.calls = set(), 0
+        self.fails_at, self.calls, self.messages = set(), 0, 0
         rank = self
 
         class Faulty:
@@ -68,16 +76,20 @@ class Rank:
         if self.calls in self.fails_at:
             raise MemoryError("as asked")
 
-    def exchange(self, said):
-        self.meeting.told[self.number] = said
+    def exchange(self, message):
+        assert len(message) == SIZE
+        self.messages += 1
+        self.meeting.told[self.number] = message
         self.meeting.barrier.wait(LIMIT_S)
         told = list(self.meeting.told)
         self.meeting.barrier.wait(LIMIT_S)
         return told
 
     def use(self, key):
-        """One forward; what a client of it sees, and what is where afterwards."""
+        """One forward as the host's runner has it; what a client of it sees, and what is where afterwards."""
+        self.messages = 0
         try:
+            self.manager.prepare(key)
             with self.manager.lease(key) as session:
                 new = "x" not in session.attrs
                 if new:
@@ -88,7 +100,14 @@ class Rank:
                 outcome = "new" if new else "goes on"
         except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as error:
             outcome = f"{type(error).__name__}: {error}"
+        assert self.messages == bool(self.manager.cascade), "one for each step, with a tier"
         return outcome
+
+    def place(self, key):
+        """Where it is, as it is told."""
+        table = self.manager._table
+        with table.lock:
+            return table.place(key)
 
     def do(self, action, key):
         forget_said()
@@ -177,6 +196,140 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
         rank.end()
 
 
+def apart(rank, action, key):
+    """Something that happens on one rank alone, as no request does."""
+    if action == "park":
+        with contextlib.suppress(CannotParkError):
+            rank.manager.park(key)
+    elif action == "lose" and rank.manager.drop_session(key):
+        rank.manager.mark_lost(key, Reason.FORWARD_EXCEPTION)
+    elif action == "drop":
+        rank.manager.drop_session(key)
+    rank.manager.check()
+
+
+@given(
+    cap=st.integers(1, 3),
+    host=st.none() | st.integers(0, 3),
+    disk=st.none() | st.integers(0, 3),
+    strict=st.booleans(),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["use"] * 6 + ["park", "drop", "lose"]), KEYS, st.sampled_from([0, 1])),
+        max_size=30,
+    ),
+)
+@sized(2000)
+def test_ranks_that_came_apart_get_one_error_at_once_and_lose_nothing_by_it(cap, host, disk, strict, steps):
+    """Whatever one of them did alone, each step meets all of them; a close on all brings them together."""
+    assume(host is not None or disk is not None)
+    meeting, on_lost = Meeting(), "error" if strict else "warn"
+    bounds = {"max_sessions": cap, "device_budget": None, "host": host, "disk": disk, "on_lost": on_lost}
+    ranks = [Rank(number, meeting, **bounds) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for action, key, alone in steps:
+            if action != "use":
+                apart(ranks[alone], action, key)
+                continue
+            before = [set(rank.manager.keys()) for rank in ranks]
+            places = [rank.place(key) for rank in ranks]
+            first, second = (each[0] for each in together(ranks, pool, "use", key))
+            assert first == second
+            if places[0] != places[1]:
+                assert f"rank 0: {places[0]}, rank 1: {places[1]}" in first
+            if "Error: " in first:
+                assert [set(rank.manager.keys()) for rank in ranks] == before
+                assert [rank.place(key) for rank in ranks] == places
+        for key in "abcd":
+            together(ranks, pool, "drop", key)
+        assert together(ranks, pool, "use", "a")[1][0] == "new"
+    for rank in ranks:
+        rank.end()
+
+
+def test_a_session_that_one_rank_lost_is_refused_on_both_until_it_is_closed():
+    meeting = Meeting()
+    bounds = {"max_sessions": 2, "device_budget": None, "host": 4, "on_lost": "warn"}
+    ranks = [Rank(number, meeting, **bounds) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        together(ranks, pool, "use", "a")
+        apart(ranks[1], "lose", "a")
+        first, second = together(ranks, pool, "use", "a")
+        assert first[0] == second[0]
+        assert first[0].startswith("SessionRestoreFailedError: session")
+        assert "(rank 0: device, rank 1: lost (forward_exception), of 0 sessions 0 are parked" in first[0]
+        assert (first[4], second[4]) == (("a",), ()), "the other has it"
+        first, second = together(ranks, pool, "use", "b")
+        assert first[0] == second[0]
+        assert "rank 0: not there, of 1 sessions" in first[0], "they would not make room alike"
+        together(ranks, pool, "drop", "a")
+        assert together(ranks, pool, "use", "a")[0][0] == "new"
+        assert together(ranks, pool, "use", "b")[1][0] == "new"
+
+
+def test_ranks_that_are_asked_for_different_sessions_are_told_so():
+    ranks = [
+        Rank(number, meeting, max_sessions=2, device_budget=None, host=4, on_lost="warn")
+        for meeting in [Meeting()]
+        for number in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(rank.use, key) for rank, key in zip(ranks, "ab", strict=True)]
+        for each in done:
+            assert "the ranks do not speak of the same" in each.result(LIMIT_S)
+
+
+def test_a_rank_alone_and_ranks_without_a_tier_tell_nothing():
+    def exchange(_message):
+        raise AssertionError("nobody listens")
+
+    for more in ({"exchange": exchange}, {"tier": HostTier(budget=1 << 20)}):
+        manager = SessionStateManager(max_sessions=1, **more)
+        for key in "aba":
+            manager.prepare(key)
+            with manager.lease(key) as session:
+                session.attrs["x"] = torch.ones(8)
+        assert manager.restore("a")
+        assert not manager.restore("nobody")
+
+
+def test_a_restore_by_name_meets_all_ranks_also_where_one_does_not_know_the_name():
+    meeting = Meeting()
+    bounds = {"max_sessions": 2, "device_budget": None, "host": 4, "on_lost": "warn"}
+    ranks = [Rank(number, meeting, **bounds) for number in range(2)]
+
+    def restore(rank):
+        try:
+            return rank.manager.restore("a")
+        except SessionRestoreFailedError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(restore, ranks)) == [False, False]
+        together(ranks, pool, "use", "a")
+        together(ranks, pool, "park", "a")
+        assert list(pool.map(restore, ranks)) == [True, True]
+        assert list(pool.map(restore, ranks)) == [True, True], "it is there"
+        apart(ranks[1], "drop", "a")
+        first, second = pool.map(restore, ranks)
+        assert first == second
+        assert "rank 0: device, rank 1: not there" in first
+
+
+@given(about=st.text("abcdef0123", min_size=1, max_size=32), said=st.text(), failed=st.text(max_size=900))
+@sized(400)
+def test_a_message_has_one_size_and_says_what_fits(about, said, failed):
+    message = Word(about, said[:40], failed).packed()
+    assert len(message) == SIZE
+    word = word_of(message)
+    assert (word.about, word.said) == (
+        about,
+        " ".join(said[:40].split()).encode(errors="backslashreplace").decode(),
+    )
+    whole = failed.encode(errors="backslashreplace").decode().rstrip("\0")
+    assert whole.startswith(word.failed)
+    assert word.failed == whole or len(whole.encode()) > SIZE - 200
+
+
 def test_a_session_counts_as_declared_however_little_a_rank_holds_of_it():
     meeting = Meeting()
     ranks = [
@@ -204,7 +357,7 @@ def test_a_restore_that_fails_on_one_rank_fails_on_both_with_one_error_and_succe
         first, second = together(ranks, pool, "use", "a")
         assert first == second
         assert first[0].startswith("SessionRestoreFailedError")
-        assert "stays parked: rank 1: MemoryError: as asked" in first[0]
+        assert "stays where it is: rank 1: MemoryError: as asked" in first[0]
         assert first[3] == ["a"], "it is where it was"
         first, second = together(ranks, pool, "use", "a")
         assert first[0] == second[0] == "goes on"
@@ -265,7 +418,7 @@ def test_sessions_go_on_to_the_disk_on_both_ranks_and_one_that_cannot_write_keep
 
 
 def test_a_rank_that_is_gone_leaves_the_session_parked_on_the_others():
-    def exchange(_):
+    def exchange(_message):
         raise RuntimeError("connection closed by peer")
 
     manager = SessionStateManager(max_sessions=1, tier=HostTier(budget=1 << 20), exchange=exchange)
@@ -273,7 +426,7 @@ def test_a_rank_that_is_gone_leaves_the_session_parked_on_the_others():
         with manager.lease(key) as session:
             session.attrs["x"] = torch.ones(8)
     with (
-        pytest.raises(SessionRestoreFailedError, match="stays parked: connection closed by peer"),
+        pytest.raises(SessionRestoreFailedError, match="stays where it is: connection closed by peer"),
         manager.lease("a"),
     ):
         raise AssertionError("it was not brought back")

@@ -6,25 +6,19 @@ import importlib
 import logging
 import os
 import weakref
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm_omni_session_state import config
 from vllm_omni_session_state.adapters import ADAPTERS
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.ids import show_in_the_clear
 
+if TYPE_CHECKING:
+    from vllm_omni_session_state.exchange import Exchange
+    from vllm_omni_session_state.omni.agreement import Load
+    from vllm_omni_session_state.omni.budgets import Bounds
+
 _NO_FIELD = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """One pipeline that was given a manager: the configuration that it was loaded from, and the manager."""
-
-    od_config: object
-    manager: weakref.ref[object]
-
-
-_loads: list[_Load] = []
 
 
 def attach(pipeline: object, od_config: object) -> None:
@@ -74,25 +68,56 @@ def _attach(pipeline: object, od_config: object) -> None:
         name = type(pipeline).__qualname__
         say_once(logging.INFO, ("no adapter", name), "%s has no session state that this plugin knows", name)
         return
-    _end_earlier_loads(od_config)
     _give(pipeline, od_config, known, settings)
 
 
 def _give(pipeline: object, od_config: object, known: str, settings: config.Settings) -> None:
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
-    from vllm_omni_session_state.adapters.patches import Patches  # noqa: PLC0415
+    from vllm_omni_session_state.exchange import name_of  # noqa: PLC0415
+    from vllm_omni_session_state.omni import agreement, budgets, ranks, runner, seams  # noqa: PLC0415
+
+    _end_earlier_loads(od_config)
+    load = agreement.Load(od_config, weakref.ref(pipeline))
+    agreement.loads.append(load)
+    exchange = None
+    try:
+        owner = next(base for base in type(pipeline).__mro__ if _dotted(base) == known)
+        seams.check(owner, seams.PIPELINE_SEAMS[known])
+        apart, exchange = ranks.apart(od_config), ranks.exchange()
+        several_ranks = exchange is not None
+        if known not in seams.RUNNER_PIPELINES:
+            exchange = None  # its sessions end with their calls: there is nothing to agree on
+        elif not runner.hook_runner() and several_ranks:
+            apart = "this vLLM-Omni's ranks cannot agree on the engine's KV pool when it is made"
+        bounds = budgets.bounds_of(settings, several_ranks=several_ranks, apart=apart)
+        _manage(pipeline, load, known, settings, bounds=bounds, exchange=None if apart else exchange)
+    except Exception as error:
+        load.patches.undo()
+        load.failed = name_of(error)
+        raise
+    finally:
+        if exchange is None:
+            load.patches.forget()  # no other rank can have it undone
+
+
+def _manage(
+    pipeline: object,
+    load: Load,
+    known: str,
+    settings: config.Settings,
+    *,
+    bounds: Bounds,
+    exchange: Exchange | None,
+) -> None:
+    """Make the manager and attach the adapter; what has failed here, the ranks tell each other later."""
     from vllm_omni_session_state.manager import SessionStateManager  # noqa: PLC0415
-    from vllm_omni_session_state.omni import budgets, ranks, rpc, runner, seams  # noqa: PLC0415
+    from vllm_omni_session_state.omni import budgets, rpc  # noqa: PLC0415
     from vllm_omni_session_state.tiers.host import HostTier  # noqa: PLC0415
 
-    owner = next(base for base in type(pipeline).__mro__ if _dotted(base) == known)
-    seams.check(owner, seams.PIPELINE_SEAMS[known])
-    if known in seams.RUNNER_PIPELINES:
-        runner.hook_runner()
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
-    exchange = ranks.exchange()
-    bounds = budgets.bounds_of(settings, several_ranks=exchange is not None)
-    disk = budgets.disk_tier(bounds, exchange, keep=settings.keep_on_exit)
+    disk, load.no_disk = budgets.disk_tier(bounds, keep=settings.keep_on_exit)
+    if load.no_disk and exchange is None:
+        budgets.say_no_disk(load.no_disk)
     manager = SessionStateManager(
         max_sessions=settings.max_sessions,
         device_budget=bounds.device,
@@ -104,17 +129,17 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
     )
     has_budget = bool(manager.cascade) and bounds.device is not None
     manager.room.sizes_pool = has_budget and settings.kv_pool == "budget"
-    patches = Patches()
+    more = settings.max_parked, settings.on_lost, settings.kv_pool, settings.video_latents
+    load.terms = f"{settings.max_sessions} sessions, {bounds}, {more}"
     try:
-        adapter.attach(pipeline, manager, patches, video_latents=settings.video_latents)
+        adapter.attach(pipeline, manager, load.patches, video_latents=settings.video_latents)
         rpc.install()
     except BaseException:
-        patches.undo()
         if disk is not None:
             disk.close()
         raise
+    load.manager = weakref.ref(manager)
     show_in_the_clear(settings.show_ids)
-    _loads.append(_Load(od_config, weakref.ref(manager)))
     LOGGER.info(
         "session state manager (experimental) is on for %s: %d sessions are kept, %s",
         type(pipeline).__qualname__,
@@ -125,17 +150,16 @@ def _give(pipeline: object, od_config: object, known: str, settings: config.Sett
 
 def _end_earlier_loads(od_config: object) -> None:
     """Drop what an earlier load from the same configuration holds: its pipeline will not serve again."""
-    from vllm_omni_session_state.manager import SessionStateManager  # noqa: PLC0415
-    from vllm_omni_session_state.omni.sleep import leave_process  # noqa: PLC0415
+    from vllm_omni_session_state.omni import agreement, sleep  # noqa: PLC0415
 
-    for load in list(_loads):
-        manager = load.manager()
-        if isinstance(manager, SessionStateManager) and load.od_config is not od_config:
+    for load in list(agreement.loads):
+        if load.pipeline() is not None and load.od_config is not od_config:
             continue  # another model of this process
-        _loads.remove(load)
-        if isinstance(manager, SessionStateManager):
+        agreement.loads.remove(load)
+        manager = None if load.manager is None else load.manager()
+        if manager is not None:
             dropped = manager.drop_all()
-            leave_process(manager)
+            sleep.leave_process(manager)
             LOGGER.warning("the model was loaded again: %d sessions of the earlier load are dropped", dropped)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_omni_session_state.config import Settings
-from vllm_omni_session_state.errors import TierFaultError
 from vllm_omni_session_state.events import say_once
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.exchange import Exchange
     from vllm_omni_session_state.tiers.disk import DiskTier
 
 
@@ -43,12 +40,13 @@ class Bounds:
         return " and ".join([f"idle ones hold {device} bytes on the device", *below])
 
 
-def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
+def bounds_of(settings: Settings, *, several_ranks: bool, apart: str | None = None) -> Bounds:
     """The budgets in bytes, or none where they cannot be kept; what is ignored is said once at WARNING.
 
     Args:
         settings: What the operator wrote.
         several_ranks: Whether this process is one of several ranks, which must have the same budgets.
+        apart: Why ranks cannot tell each other of a session before each of its steps, if they cannot.
     """
     device, host, disk = settings.device_budget, settings.host_budget, settings.disk_budget
     if (disk is None) is not (settings.disk_path is None):
@@ -61,6 +59,9 @@ def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
         if device is not None:
             what = "device_budget alone has nowhere to park a session; set host_budget or disk.path too"
             _ignored("budgets", f"{what}. Budgets are ignored and nothing is parked")
+        return Bounds()
+    if apart is not None:
+        _ignored("budgets", f"{apart}. Budgets are ignored and nothing is parked")
         return Bounds()
     if several_ranks and any(size is not None and size.relative for size in (device, host, disk)):
         what = "several ranks must have the same budgets and may not have the same memory; write bytes, not %"
@@ -79,32 +80,26 @@ def bounds_of(settings: Settings, *, several_ranks: bool) -> Bounds:
     )
 
 
-def disk_tier(bounds: Bounds, exchange: Exchange | None, *, keep: bool) -> DiskTier | None:
-    """The disk tier, on all ranks or on none; why it is not there is said once at WARNING.
+def disk_tier(bounds: Bounds, *, keep: bool) -> tuple[DiskTier | None, str]:
+    """The disk tier, and why it is not there although there should be one, ``""`` where nothing failed.
 
     Args:
         bounds: Where and how large.
-        exchange: How the ranks tell each other.
         keep: Whether what is parked there stays when the worker is shut down.
     """
     from vllm_omni_session_state.tiers.disk import DiskTier  # noqa: PLC0415 - as above
 
     if bounds.disk is None:
-        return None
-    tier, failed = None, None
+        return None, ""
     try:
-        tier = DiskTier(bounds.folder, budget=bounds.disk, keep=keep)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait; serving goes on without it
-        failed = f"{type(error).__name__}: {error}"
-    told = [failed] if exchange is None else exchange(failed)
-    reasons = [why for why in told if why is not None]
-    if not reasons:
-        return tier
-    if tier is not None:
-        with contextlib.suppress(TierFaultError):  # the next worker that starts there cleans
-            tier.close()
-    _ignored("disk tier", f"no session is parked on the disk: {reasons[0]}")
-    return None
+        return DiskTier(bounds.folder, budget=bounds.disk, keep=keep), ""
+    except Exception as error:  # noqa: BLE001 - serving goes on without it
+        return None, f"{type(error).__name__}: {error}"
+
+
+def say_no_disk(why: str) -> None:
+    """Say that there is no disk tier although one is asked for."""
+    _ignored("disk tier", f"no session is parked on the disk: {why}")
 
 
 def _file_system_nbytes(folder: Path) -> int:

@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.manager import SessionStateManager
 
 
 def preallocate(
     runner: Any, manager: SessionStateManager, host: Callable[..., None], available_bytes: int | None
-) -> None:
+) -> int:
     """The host's ``_preallocate_kv_cache``, with what is kept for the models' own state taken off before.
 
     Args:
@@ -26,6 +25,9 @@ def preallocate(
         manager: The pipeline's, with a device budget.
         host: The host's own method, bound.
         available_bytes: As the host gives it.
+
+    Returns:
+        The bytes that were taken off.
     """
     pipeline = runner.pipeline
     spec = pipeline.ar_diffusion_kv_cache_spec()
@@ -42,12 +44,7 @@ def preallocate(
         host(available_bytes=left)
     finally:
         del pipeline.ar_diffusion_kv_cache_spec  # the class's own is there again
-    manager.room.fix_device_budget()
-    LOGGER.info(
-        "the engine's pool has room for the KV of %d sessions; %d bytes are reserved for the rest of them",
-        runner._session_capacity,
-        reserved,
-    )
+    return reserved
 
 
 def reserve(own: int, device_budget: int, *, kv_nbytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vllm_omni_session_state.errors import SessionStateError, without_frames
 from vllm_omni_session_state.events import say_failure
-from vllm_omni_session_state.ids import AmbiguousNameError, Names, shown
+from vllm_omni_session_state.ids import AmbiguousNameError, Names, session_key, shown
 from vllm_omni_session_state.manager import SessionStateManager
 
 Act = Callable[[str], bool]
@@ -37,10 +37,11 @@ class Named:
         only_shown: bool = False,
     ) -> None:
         sessions = Names(keys)
+        self._names = tuple(names)
         only: Literal["id", "shown"] | None = "id" if only_id else "shown" if only_shown else None
         self.keys: list[str | None] = []
         self.errors: list[Exception | None] = []
-        for name in names:
+        for name in self._names:
             key, error = None, None
             try:
                 key = sessions.find(name, only=only)
@@ -67,18 +68,23 @@ class Named:
             raise error
         return key
 
-    def each(self, act: Act, *, what: str) -> list[bool]:
+    def each(self, act: Act, *, what: str, meets: bool = False) -> list[bool]:
         """What ``act`` answers for each session; false for one that is not there, or for which it fails.
 
         Args:
             act: Is called with a key.
             what: What was tried, for the log.
+            meets: Whether ranks meet in it. Then it is called with each name of nobody too: another rank may
+                have that session, and waits.
         """
         done = []
-        for at, key in enumerate(self.keys):
+        for at, (key, name) in enumerate(zip(self.keys, self._names, strict=True)):
             did = False
             try:
-                did = key is not None and act(key)
+                if key is not None:
+                    did = act(key)
+                elif meets:
+                    act(session_key(name))
             except Exception as error:  # noqa: BLE001 - the others shall be done all the same
                 say_failure(what, error)
                 self.errors[at] = without_frames(error)

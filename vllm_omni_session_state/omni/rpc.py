@@ -69,7 +69,7 @@ def stats(worker: Any) -> Answer:
 
     Returns:
         ``ranks``, one mapping each: ``rank``, ``ok``, then the figures or ``error``; and ``agree``,
-        whether all ranks did well and count the same sessions and ends. Bytes may differ by rank.
+        whether all ranks did well and count the same sessions and ends. Bytes and blocks may differ.
     """
 
     def figures() -> Answer:
@@ -80,12 +80,12 @@ def stats(worker: Any) -> Answer:
             "bounds": manager.room.bounds(),
             "moves": manager.cascade.moves.figures(),
             "kv": inside.kv(worker.model_runner),
+            "kv_sessions": len(inside.kv_sessions(worker.model_runner)),
             "ends": dict(_counts(worker)),
         }
 
-    return on_every_rank(
-        figures, ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv", "ends")
-    )
+    same = ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv_sessions", "ends")
+    return on_every_rank(figures, same)
 
 
 def list_sessions(worker: Any) -> Answer:
@@ -190,7 +190,15 @@ def restore(worker: Any, *names: str | None, **only: bool) -> Answer:
         One for which the budget has no room is parked again.
     """
     what = "a session was not restored"
-    return _move(worker, names, lambda manager: manager.restore, word="restored", otherwise=what, **only)
+    return _move(
+        worker,
+        names,
+        lambda manager: manager.restore,
+        word="restored",
+        otherwise=what,
+        meets=True,
+        **only,
+    )
 
 
 def begin_restore(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -269,12 +277,13 @@ def _move(
     *,
     word: str,
     otherwise: str,
+    meets: bool = False,
     **only: bool,
 ) -> Answer:
     def move_all() -> Answer:
         manager = _manager(worker)
         named = Named(manager, names, manager.keys(), **only)
-        done = named.each(move(manager), what=otherwise)
+        done = named.each(move(manager), what=otherwise, meets=meets)
         return named.answer(**{word: done})
 
     return on_every_rank(move_all, ("found", "used", word))

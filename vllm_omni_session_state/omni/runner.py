@@ -4,7 +4,7 @@ The runner drops a session on any exception inside the scope of a forward. A res
 would destroy the session that it failed to read, so it happens before, where the runner looks for the
 session. There is also where room is made in the pool, before the runner's own loop would drop somebody, and
 where a session's KV joins what its manager knows of it. And the runner knows why it releases a session, which
-the pipeline is not told.
+the pipeline is not told. Where it makes its KV pool, the ranks of a model agree how they go on.
 
 Patched on the class, once, and only where a pipeline has a manager; for any other pipeline the methods are
 the host's.
@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from typing import Any
 
 from vllm_omni_session_state.errors import SeamMismatchError
 from vllm_omni_session_state.events import say_once
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import capacity, kv, seams
+from vllm_omni_session_state.omni import agreement, kv, seams
 from vllm_omni_session_state.session import SessionState
 
 _MARK = seams.MARK
 _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD_EXCEPTION}
 
 
-def hook_runner() -> None:
+def hook_runner() -> bool:
     """Wrap the runner's methods; idempotent.
+
+    Returns:
+        Whether also the one in which ranks agree when a model is loaded.
 
     Raises:
         SeamMismatchError: If they do not look as expected; nothing has changed.
@@ -37,14 +39,16 @@ def hook_runner() -> None:
     from vllm_omni.experimental.ar_diffusion.runner import ARDiffusionModelRunner  # noqa: PLC0415
 
     if hasattr(ARDiffusionModelRunner._get_or_create_session, _MARK):
-        return
+        return hasattr(ARDiffusionModelRunner._preallocate_kv_cache, _MARK)
     seams.check(ARDiffusionModelRunner, seams.RUNNER_SEAMS)
     _wrap(ARDiffusionModelRunner)
     try:
         seams.check(ARDiffusionModelRunner, seams.SIZING_SEAMS)
-        _wrap_sizing(ARDiffusionModelRunner)
     except SeamMismatchError as error:
-        _say_host_sizes(error)
+        agreement.say_host_sizes(error)
+        return False
+    _wrap_sizing(ARDiffusionModelRunner)
+    return True
 
 
 def _wrap(runner: Any) -> None:
@@ -56,8 +60,7 @@ def _wrap(runner: Any) -> None:
         if manager is None:
             return find(self, session_id)
         if manager.room.pool is None:
-            manager.room.pool = RunnerPool(self)
-            manager.cascade.engine_nbytes = _kv_nbytes(self)
+            agreement.take_pool(self, manager)
         manager.prepare(session_id)
         session = manager.peek(session_id)
         if session is not None and session.empty and session_id in self._sessions:
@@ -87,63 +90,10 @@ def _wrap_sizing(runner: Any) -> None:
 
     @functools.wraps(host)
     def _preallocate_kv_cache(self: Any, *, available_bytes: int | None = None) -> None:
-        manager = _manager_of(self)
-        bound = functools.partial(host, self)
-        if manager is None or not manager.room.sizes_pool:
-            bound(available_bytes=available_bytes)
-            return
-        try:
-            capacity.preallocate(self, manager, bound, available_bytes)
-        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-            _say_host_sizes(error)
-            bound(available_bytes=available_bytes)
+        agreement.preallocate(self, functools.partial(host, self), available_bytes)
 
+    setattr(_preallocate_kv_cache, _MARK, True)
     runner._preallocate_kv_cache = _preallocate_kv_cache
-
-
-def _say_host_sizes(why: Exception) -> None:
-    say_once(
-        logging.WARNING,
-        ("sizing",),
-        "the engine's KV pool is as large as without the plugin: %s: %s",
-        type(why).__name__,
-        why,
-    )
-
-
-class RunnerPool:
-    """The places of a runner's KV pool, as ``Room`` asks for them.
-
-    Args:
-        runner: Held weakly: it holds the pipeline, which reaches the manager.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = weakref.ref(runner)
-
-    @property
-    def places(self) -> int:
-        """Sessions that it has room for."""
-        runner = self._runner()
-        return 0 if runner is None else int(runner._session_capacity)
-
-    def holds(self, key: str) -> bool:
-        """Whether it has KV of a session."""
-        runner = self._runner()
-        return runner is not None and key in runner._sessions
-
-    def has_place(self, key: str) -> bool:
-        """Whether a session has a place or can have one now."""
-        runner = self._runner()
-        return runner is None or self.holds(key) or len(runner._sessions) < runner._session_capacity
-
-
-def _kv_nbytes(runner: Any) -> int:
-    """KV of one session at most, the same on all ranks; none of an engine whose KV is not parked."""
-    try:
-        return kv.most_nbytes(runner.kv_cache)
-    except SeamMismatchError:
-        return 0  # said when a session should hold it
 
 
 def _join(runner: Any, session: SessionState | None, state: Any) -> None:

@@ -81,7 +81,7 @@ SIZING_SEAMS = (
 RUNNER_PIPELINES = frozenset({_DREAMZERO})
 """Pipelines that this runner serves."""
 WORKER_MODULE = "vllm_omni.diffusion.worker.diffusion_worker"
-WORKER_SEAMS = (Seam("_all_gather_rank_values", "(value)"),)
+WORKER_SEAMS = (Seam("_all_gather_rank_values", "(value)"), Seam("get_world_group", "()"))
 """Functions of the module of the host's diffusion worker. Its class only gets new methods."""
 
 SLEEP_SEAM = Seam("sleep", "(self, level=...)")

@@ -96,7 +96,7 @@ def survey() -> list[Look]:
         found += [_look(pipeline, seam, own) for seam in expected]
         if pipeline in seams.RUNNER_PIPELINES:
             found += [_look(_RUNNER, seam, own) for seam in seams.RUNNER_SEAMS]
-    planned = "the engine's KV pool is as large as without the plugin"
+    planned = "the engine's KV pool is as large as without the plugin, and several ranks park nothing"
     found += [_look(_RUNNER, seam, planned) for seam in seams.SIZING_SEAMS]
     left = "engine KV is neither counted nor parked"
     for owner, expected in _ENGINE.items():

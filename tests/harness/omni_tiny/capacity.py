@@ -12,6 +12,9 @@ from omni_tiny.tiny import MODEL_OWNED_BYTES
 FREE_BYTES_VARIABLE = "OMNI_TINY_FREE_BYTES"
 """Environment variable: the free device memory that the CPU platform reports, in bytes."""
 
+LESS_BYTES_VARIABLE = "OMNI_TINY_LESS_"
+"""With a rank's number behind it: what that rank has less of it, in bytes, as where devices are not alike."""
+
 _BRANCHES = 2  # with and without the prompt
 _WINDOW = TRANSFORMER["max_chunk_size"] * FRAMES_PER_BLOCK + 1  # frames of attention, one page each
 _TOKEN = 2 * TRANSFORMER["dim"] * TRANSFORMER["num_layers"] * 2  # K and V, every layer, bfloat16

@@ -20,6 +20,7 @@ import torch
 
 from omni_tiny import robot
 from omni_tiny.capacity import FREE_BYTES_VARIABLE, free_bytes
+from omni_tiny.world import WORLD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,8 +71,10 @@ def dreamzero_config(
         num_inference_steps: Denoising steps per chunk.
         model_config: More of the stage's free ``model_config``.
         fields: More fields of ``OmniDiffusionConfig``.
+
+    In one of several ranks (see `ranks`) it is of a model whose ranks share the branches of guidance.
     """
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
 
     if flag is not None:
         fields["enable_session_state_manager"] = flag
@@ -89,8 +92,11 @@ def dreamzero_config(
         engine_backend=ENGINE,
         dtype=torch.bfloat16,
         enforce_eager=True,
-        num_gpus=1,
-        **fields,
+        **{
+            "num_gpus": WORLD.size,
+            "parallel_config": DiffusionParallelConfig(cfg_parallel_size=WORLD.size),
+            **fields,
+        },
     )
 
 
@@ -107,7 +113,7 @@ def make_worker(config: Any, *, load: bool = True) -> Any:
     _share_process_groups()
     from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
-    return DiffusionWorker(local_rank=0, rank=0, od_config=config, skip_load_model=not load)
+    return DiffusionWorker(local_rank=WORLD.rank, rank=WORLD.rank, od_config=config, skip_load_model=not load)
 
 
 @functools.cache
@@ -125,6 +131,8 @@ def _share_process_groups() -> None:
 
     def init_distributed_environment(*args: Any, **kwargs: Any) -> None:
         nonlocal users
+        if not users and WORLD.size > 1:
+            kwargs["distributed_init_method"] = WORLD.place()
         if not users:
             world(*args, **kwargs)
         users += 1

@@ -13,7 +13,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
-from omni_tiny.capacity import FREE_BYTES_VARIABLE
+from omni_tiny.capacity import FREE_BYTES_VARIABLE, LESS_BYTES_VARIABLE
 
 FREE_BYTES = 512 << 20
 """Free memory where no figure is set: enough for as many sessions as a model ever holds."""
@@ -63,7 +63,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def get_free_memory(cls, device: torch.device | None = None) -> int:
         # It bounds the KV pool, whose pages are tiny here: the machine's real figure would ask for millions.
-        return int(os.environ.get(FREE_BYTES_VARIABLE, FREE_BYTES))
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        less = int(os.environ.get(f"{LESS_BYTES_VARIABLE}{rank}", "0"))
+        return int(os.environ.get(FREE_BYTES_VARIABLE, FREE_BYTES)) - less
 
     @classmethod
     def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:

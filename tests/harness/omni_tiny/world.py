@@ -46,6 +46,16 @@ class World:
             raise RuntimeError(f"rank={rank} taken with {self.models} models alive: close them first")
         self.rank, self.size, self.meeting_place = rank, size, meeting_place
 
+    def place(self) -> str:
+        """Where the ranks meet for their next group, as torch wants it.
+
+        A file of its own for each: through the last one's, ranks would find dead addresses.
+        """
+        if self.meeting_place is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="tiny-world-")
+            self.meeting_place = self.folder.name
+        return (Path(self.meeting_place) / f"world-{next(self.numbers)}").as_uri()
+
     def enter(self, *, cfg_parallel_size: int = 1) -> None:
         """Count one more model, and form the groups with the first.
 
@@ -60,16 +70,11 @@ class World:
         from vllm_omni.diffusion.worker import diffusion_worker as host
 
         if self.models == 0:
-            if self.meeting_place is None:
-                self.folder = tempfile.TemporaryDirectory(prefix="tiny-world-")
-                self.meeting_place = self.folder.name
-            # A file of its own for each world: through the last one's, ranks would find dead addresses.
-            place = Path(self.meeting_place) / f"world-{next(self.numbers)}"
             host.init_distributed_environment(
                 world_size=self.size,
                 rank=self.rank,
                 local_rank=self.rank,
-                distributed_init_method=place.as_uri(),
+                distributed_init_method=self.place(),
             )
             if not model_parallel_is_initialized():
                 host.initialize_model_parallel(cfg_parallel_size=cfg_parallel_size)
