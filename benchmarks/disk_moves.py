@@ -107,7 +107,7 @@ class Ours:
         from vllm_omni_session_state import skeleton
         from vllm_omni_session_state.pack import pack
 
-        packed = pack({"map": self.tensors}, take=lambda _: True)
+        packed = pack({"map": self.tensors})
         written = skeleton.write(packed.skeleton, packed.storages)
         self._ticket = self.tier.put(written.document, [*packed.storages, *written.extra], session="00" * 16)
         self.tensors = []

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state.pack import TensorSlot, _Unpacking
+from vllm_omni_session_state.pack import _Unpacking
+from vllm_omni_session_state.slots import TensorSlot
 
 
 class CountingBackend:

@@ -158,6 +158,11 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
         """The list that is all of the committed content, if it is one that is mostly appended to."""
         return None
 
+    @property
+    def live(self) -> object | None:
+        """The container that consumers are handed, if an export hands out another one of the same items."""
+        return None
+
     def footprint(self) -> Footprint:
         """The memory that the committed content keeps alive."""
         return footprint(self.holds()) if self.resident else footprint()

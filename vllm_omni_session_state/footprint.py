@@ -68,8 +68,8 @@ _CONTAINERS: frozenset[type] = frozenset(
 
 _CONTAINER_BASES = (dict, list, tuple, set, frozenset, deque, Mapping, Sequence, AbstractSet)
 _BUFFERS = (bytes, bytearray, array.array, mmap.mmap)
-_StridedView: type = type(np.lib.stride_tricks.as_strided(np.empty(1)).base)
-_OWNERS = (np.ndarray, _Tensor, memoryview, _StridedView, *_BUFFERS)
+StridedView: type = type(np.lib.stride_tricks.as_strided(np.empty(1)).base)
+_OWNERS = (np.ndarray, _Tensor, memoryview, StridedView, *_BUFFERS)
 """Types that, as the base of an array, say themselves which memory they hold."""
 
 _GC_TYPE = 1 << 14  # Py_TPFLAGS_HAVE_GC: the type has a traversal
@@ -222,8 +222,8 @@ class _Walk:
                 self.extent(np.frombuffer(value, np.uint8), value)
         elif issubclass(kind, torch.UntypedStorage):
             self.storage(value)
-        elif kind is _StridedView or issubclass(kind, torch.TypedStorage):
-            self.stack.append(value.base if kind is _StridedView else value._untyped_storage)  # noqa: SLF001
+        elif kind is StridedView or issubclass(kind, torch.TypedStorage):
+            self.stack.append(value.base if kind is StridedView else value._untyped_storage)  # noqa: SLF001
         elif kind is Union:  # memory that somebody has found already
             for region in value:
                 self.claim(value, *region)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
+from vllm_omni_session_state.listing import Whereabouts
 from vllm_omni_session_state.parking import Parked
 from vllm_omni_session_state.session import SessionState
 
@@ -43,11 +45,15 @@ class Seat:
         return self.leases > 0 or self.moving
 
     @property
-    def where(self) -> str:
+    def tier(self) -> str:
         """The tier that has it, or ``"device"``."""
         return "device" if self.parked is None else self.parked.level.value
 
     @property
-    def parked_nbytes(self) -> int:
-        """Bytes that it takes in the tier that has it."""
-        return 0 if self.parked is None else self.parked.nbytes
+    def where(self) -> Whereabouts:
+        """Where it is, for who lists it."""
+        parked = self.parked
+        if parked is None:
+            return Whereabouts(self.tier, self.used, 0, ())
+        in_place = tuple(chain(*parked.in_place(self.session)))
+        return Whereabouts(self.tier, self.used, parked.nbytes, in_place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import digest, shown
@@ -56,28 +57,35 @@ class Entry:
     values: tuple[Value, ...]
 
 
-def entry_of(
-    session: SessionState,
-    declaration: Declaration | None,
-    *,
-    place: str,
-    used: bool,
-    parked_nbytes: int,
-) -> Entry:
+class Whereabouts(NamedTuple):
+    """Where a session is.
+
+    Attributes:
+        place: As ``Entry`` has it,
+        used: this too,
+        parked_nbytes: and this.
+        in_place: What of a parked one is where it was.
+    """
+
+    place: str
+    used: bool
+    parked_nbytes: int
+    in_place: tuple[object, ...]
+
+
+def entry_of(session: SessionState, declaration: Declaration | None, where: Whereabouts) -> Entry:
     """List one session. It walks the values, so it is for an operator's look and not for every step.
 
     Args:
         session: The session.
         declaration: What its model declared.
-        place: The tier in which it is, if it is parked.
-        used: Whether somebody uses it, or it is on its way.
-        parked_nbytes: Bytes that it takes there.
+        where: Where it is.
     """
     declared = None if declaration is None else declaration.device_nbytes
     if session.parked:
-        held = footprint(*session.away()).nbytes_by_device()
+        held = footprint(*where.in_place).nbytes_by_device()
         names = shown(session.key), digest(session.key)
-        return Entry(*names, place, used, held, parked_nbytes, 0, declared, ())
+        return Entry(*names, where.place, where.used, held, where.parked_nbytes, 0, declared, ())
     objects = [
         _value(name, type(obj).__name__, "object", obj.holds() if obj.resident else None)
         for name, obj in list(session.objects.items())
@@ -90,7 +98,7 @@ def entry_of(
         session=shown(session.key),
         digest=digest(session.key),
         place="device",
-        used=used,
+        used=where.used,
         parked_nbytes=0,
         nbytes=session.nbytes_by_device(),
         device_nbytes=footprint(*session.contents(without=on_host | session.engine_names)).nbytes,
@@ -103,14 +111,19 @@ def _value(name: str, kind: str, bucket: str, content: object) -> Value:
     return Value(name, kind, bucket, footprint(content).nbytes_by_device(), shape_of(content))
 
 
-def shape_of(value: object) -> str:
-    """Shape of a tensor or an array as text; ``"n x shape"`` for a container of alike ones, else ``""``."""
+def shape_of(value: object, levels: int = 8) -> str:
+    """Shape of a tensor or an array as text; ``"n x shape"`` for a container of alike ones, else ``""``.
+
+    Args:
+        value: Any.
+        levels: Of containers that are looked into: one may hold itself.
+    """
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return str(tuple(shape))
     if isinstance(value, dict) and set(value) == {"maxlen", "items"}:
         value = value["items"]
     if isinstance(value, list | tuple | deque):
-        shapes = {shape_of(item) for item in value} - {""}
+        shapes = {shape_of(item, levels - 1) for item in value if levels} - {""}
         return f"{len(value)} x {shapes.pop()}" if len(shapes) == 1 else f"{len(value)} items"
     return ""

@@ -296,15 +296,7 @@ class SessionStateManager:
         """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
         seats = map(self._table.seats.get, self.keys())
         return tuple(
-            entry_of(
-                seat.session,
-                self.declaration,
-                place=seat.where,
-                used=seat.used,
-                parked_nbytes=seat.parked_nbytes,
-            )
-            for seat in seats
-            if seat is not None
+            entry_of(seat.session, self.declaration, seat.where) for seat in seats if seat is not None
         )
 
     def used(self, session_id: str | None) -> bool:

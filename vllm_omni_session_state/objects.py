@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
@@ -63,6 +64,7 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
         """
         if maxlen is not None and maxlen < 1:
             raise ValueError(f"LatentBuffer maxlen={maxlen} keeps nothing; pass 1 or more, or None for all")
+        maxlen = None if maxlen is None else int(operator.index(maxlen))  # as a payload has it
         last = self.growing
         self._items = Chunks(items) if maxlen is None else deque(items, maxlen=maxlen)
         self._maxlen = maxlen
@@ -90,6 +92,11 @@ class LatentBuffer(StateObject[ItemT, list[ItemT]], Generic[ItemT]):
     def growing(self) -> Chunks[ItemT] | None:
         """The list of an append buffer."""
         return self._items if isinstance(self._items, Chunks) else None
+
+    @property
+    def live(self) -> Chunks[ItemT] | deque[ItemT] | None:
+        """The container, ``None`` before ``allocate()``."""
+        return self._items
 
     def extend(self, payloads: Iterable[ItemT]) -> None:
         """Append several items.

@@ -3,30 +3,31 @@
 Decide, then move, then settle: whoever calls has decided that nobody uses the session, and settles its
 charge afterwards. The tier holds the bytes before the session lets go of them.
 
-What is freed is judged afterwards. A storage that something outside the session still holds lives on, so
-it is taken back: the session finds the very same storage again, and nothing of it counts as freed.
+What is freed is judged afterwards. Memory that something outside the session still holds lives on, so it is
+taken back: the session finds the very same memory again, and nothing of it counts as freed.
 
-Host memory takes what the model keeps on the device. A file takes all of the session, also what the model
-keeps in host memory itself.
+Host memory takes what the model keeps on the device; of it what cannot be taken apart stays where it is. A
+file takes all of the session, also what the model keeps in host memory itself, or is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_omni_session_state import rebuild, skeleton, transfer
-from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.arrays import Array, Memory
+from vllm_omni_session_state.errors import NotWritableError
+from vllm_omni_session_state.events import LOGGER
 from vllm_omni_session_state.ids import fingerprint, shown
-from vllm_omni_session_state.pack import TensorSlot, pack, unpack
+from vllm_omni_session_state.pack import Packed, Stay, pack, unpack
+from vllm_omni_session_state.remains import names_of, say_what_stays, still_there
 from vllm_omni_session_state.session import SessionState
 from vllm_omni_session_state.tiers.disk import DiskTier, Ticket
 from vllm_omni_session_state.tiers.host import HostTier, Parcel, parcel_of
@@ -61,15 +62,19 @@ class Parked:
 
     Attributes:
         level: The tier that it counts in, the same on all ranks.
-        skeleton: What left without the bytes; ``None`` where the file has it.
+        skeleton: What left without the bytes, and what stayed as it is; ``None`` where the file has it.
         held: The bytes; ``None`` where all of them stayed in place.
-        alive: Storages that are still in place, by their index; they are held here.
+        alive: Memory that is still in place, by the index of its storage; it is held here.
+        on_host: Of these indices, those of values that the model keeps in host memory.
+        stayed: Names of objects that the session did not let go of, beside those in host memory.
     """
 
     level: Level
     skeleton: Any
     held: Parcel | Filed | None
-    alive: dict[int, torch.UntypedStorage]
+    alive: dict[int, Memory]
+    on_host: frozenset[int] = frozenset()
+    stayed: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +82,14 @@ class Parked:
         if isinstance(self.held, Parcel):
             return len(self.held.slab)
         return 0 if self.held is None else self.held.ticket.nbytes
+
+    def in_place(self, session: SessionState) -> tuple[list[object], list[object]]:
+        """What of the session stayed where it was: of its device part, and in host memory."""
+        device = [self.skeleton, *session.values(self.stayed.__contains__)]
+        host = session.values(lambda name: name not in self.stayed)
+        for index, memory in list(self.alive.items()):  # a look may come while it is moved on
+            (host if index in self.on_host else device).append(memory)
+        return device, host
 
 
 def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], live_nbytes: int) -> Parked:
@@ -93,13 +106,16 @@ def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], li
         MemoryError: If the machine has none. After either, the session is as it was.
     """
     part = session.part(lambda name: name not in on_host)
-    packed = pack(part)
+    packed, stayed = _apart(session, part, on_host)
     parcel = tier.put(packed.storages, live_nbytes=live_nbytes)
-    storages = dict(enumerate(packed.storages))
+    say_what_stays(packed.stays)
+    packed.stays.clear()
+    names = names_of(packed.skeleton)
+    storages: dict[int, Memory] = dict(enumerate(packed.storages))
     packed.storages.clear()
     session.let_go(part)
     del part
-    return Parked(Level.HOST, packed.skeleton, parcel, _still_there(storages, packed.skeleton))
+    return Parked(Level.HOST, packed.skeleton, parcel, still_there(storages, names), stayed=stayed)
 
 
 def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[str]) -> Parked:
@@ -121,9 +137,9 @@ def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[s
             type(error).__name__,
             error,
         )
-    packed = pack(part)
+    packed, stayed = _apart(session, part, on_host)
     session.let_go(part)
-    return Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)))
+    return Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)), stayed=stayed)
 
 
 def lent_by(swap: Parked | None, level: Level) -> int:
@@ -134,7 +150,7 @@ def lent_by(swap: Parked | None, level: Level) -> int:
 def park_on_disk(
     session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
 ) -> Parked:
-    """Move all of a session to the disk; meanwhile its device part takes host memory too.
+    """Move all of a session to the disk; meanwhile what is on an accelerator takes host memory too.
 
     Args:
         session: Nobody uses it.
@@ -148,13 +164,8 @@ def park_on_disk(
         NotWritableError: If a value cannot be written to any file.
         MemoryError: If the machine has no room. After any, the session is as it was.
     """
-    part = session.part(lambda name: name not in on_host)
-    packed = pack(part)
-    storages = dict(enumerate(packed.storages))
-    packed.storages.clear()
-    ours = [*storages.values()]
-    going = _Going(packed.skeleton, ours, storages, part)
-    return _file(session, going, disk, on_host=on_host, lent=lent, parcel=lambda: parcel_of(ours))
+    gone = Parked(Level.DISK, {"attrs": {}, "objects": {}}, None, {})
+    return _file(session, gone, session.part(lambda _: True), disk, on_host=on_host, lent=lent)
 
 
 def sink(
@@ -175,67 +186,86 @@ def sink(
     Raises:
         As ``park_on_disk()``, after which it is parked as it was.
     """
-    parcel = parked.held
-    if not isinstance(parcel, Parcel):
+    if not isinstance(parked.held, Parcel):
         return dataclasses.replace(parked, level=Level.DISK)
-    ours = [parked.alive.get(index, part.untyped_storage()) for index, part in enumerate(parcel.parts())]
-    going = _Going(parked.skeleton, ours, parked.alive, {"attrs": {}, "objects": {}})
-    return _file(session, going, disk, on_host=on_host, lent=lent, parcel=lambda: parcel)
-
-
-@dataclass(frozen=True, slots=True)
-class _Going:
-    """What of a session is written to a file beside its host values.
-
-    Attributes:
-        bones: The skeleton of what is, or was, on the device.
-        ours: Its storages.
-        in_place: Those of them that are still where they were, by index.
-        part: What is still on the device and to be let go of.
-    """
-
-    bones: Any
-    ours: list[torch.UntypedStorage]
-    in_place: dict[int, torch.UntypedStorage]
-    part: Part
+    here = session.part(lambda name: name in on_host or name in parked.stayed)
+    return _file(session, parked, here, disk, on_host=on_host, lent=lent)
 
 
 def _file(
     session: SessionState,
-    going: _Going,
+    gone: Parked,
+    here: Part,
     disk: DiskTier,
     *,
     on_host: AbstractSet[str],
     lent: int,
-    parcel: Callable[[], Parcel],
 ) -> Parked:
-    """Write a session's file, and let go of all of it; what ``going`` holds is emptied.
+    """Write a session's file, and let go of all of it; then ``gone`` is empty.
 
     Args:
         session: Whose.
-        going: What goes.
+        gone: What the session has let go of already: its skeleton, and its bytes, if there are any.
+        here: What it still holds.
         disk: Where to.
-        on_host: Names of the values in host memory, which go too.
+        on_host: Names of the values that the model keeps in host memory.
         lent: See ``DiskTier.put()``.
-        parcel: Hands out the bytes of ``going``, once it is known that all of the session can be written.
     """
-    bones, first = going.bones, len(going.ours)
-    rest = session.part(on_host.__contains__)
-    packed = pack(rest, first=first, known=going.in_place)
-    whole = {bucket: {**bones[bucket], **packed.skeleton[bucket]} for bucket in bones}
-    written = skeleton.write(whole, [*going.ours, *packed.storages])
-    held = parcel()
-    storages = [*held.parts(), *map(_readable, packed.storages), *written.extra]
-    ticket = disk.put(written.document, storages, session=fingerprint(session.key).hex(), lent=lent)
-    filed = Filed(ticket, (*held.devices, *(storage.device for storage in packed.storages)))
-    freed = {**going.in_place, **dict(enumerate(packed.storages, start=first))}
-    session.let_go(going.part)
-    session.let_go(rest)
+    parcel = gone.held if isinstance(gone.held, Parcel) else None
+    parts, devices = ([], ()) if parcel is None else (parcel.parts(), parcel.devices)
+    packed = _apart_for_a_file(session, gone, here, first=len(parts))
+    storages = [*(part.untyped_storage() for part in parts), *packed.storages]
+    written = skeleton.write(packed.skeleton, storages)
+    rebuild.prove(written, storages)
+    pieces = [*parts, *_readable(packed.storages), *written.extra]
+    ticket = disk.put(written.document, pieces, session=fingerprint(session.key).hex(), lent=lent)
+    filed = Filed(ticket, (*devices, *(storage.device for storage in packed.storages)))
+    names = names_of(packed.skeleton)
+    watched: dict[int, Memory] = {**gone.alive, **dict(enumerate(packed.storages, len(parts)))}
+    watched.update(enumerate(written.owners, len(storages)))
+    names.update((index, {name}) for index, name in enumerate(written.names, len(storages)))
+    session.let_go(here)
     session.pile = None  # its lists will be others
-    del written
-    for holder in (going.part, going.ours, going.in_place, rest, storages, packed.storages):
+    emptied = (here, gone.alive, *gone.skeleton.values(), written.extra, written.owners, pieces, storages)
+    for holder in emptied:
         holder.clear()
-    return Parked(Level.DISK, None, filed, _still_there(freed, whole))
+    packed.dissolve()
+    alive = still_there(watched, names)
+    return Parked(Level.DISK, None, filed, alive, frozenset(i for i in alive if names[i] <= on_host))
+
+
+def _apart(session: SessionState, part: Part, on_host: AbstractSet[str]) -> tuple[Packed, frozenset[str]]:
+    """Take a session's device part apart.
+
+    Returns:
+        It, and the names of the objects that stay as they are, as something beside them refers to their own
+        container; they are taken out of ``part``.
+    """
+    stayed: frozenset[str] = frozenset()
+    while True:
+        beside = session.values((on_host | stayed).__contains__)
+        live = session.live(lambda name: name not in on_host | stayed)  # noqa: B023 - called at once
+        packed = pack(part, beside=beside, live=live)
+        if not packed.met:
+            break
+        stayed |= {live[each] for each in packed.met}
+        for name in stayed:
+            part["objects"].pop(name, None)
+    why = "something else in the session refers to its container"
+    for name in stayed:
+        packed.stays.extend(Stay(name, value, why) for value in session.values({name}.__contains__))
+    return packed, stayed
+
+
+def _apart_for_a_file(session: SessionState, gone: Parked, here: Part, *, first: int) -> Packed:
+    """Take all of a session apart: with one that has left the device already, from its skeleton on."""
+    tree = {bucket: {**here[bucket], **gone.skeleton[bucket]} for bucket in here}
+    live = session.live(lambda _: True)
+    packed = pack(tree, first=first, beside=gone.alive.values(), live=live)
+    for each in packed.met:
+        why = "something else in the session refers to its container, of which a file makes another"
+        raise NotWritableError(f"objects.{live[each]}", "a buffer", why=why)
+    return packed
 
 
 def fetch(parked: Parked, host: HostTier | None, disk: DiskTier | None) -> Part:
@@ -246,61 +276,32 @@ def fetch(parked: Parked, host: HostTier | None, disk: DiskTier | None) -> Part:
         TierFaultError: If its file cannot be read, or a bit of it is not as it was written.
     """
     bones, storages = parked.skeleton, dict[int, torch.UntypedStorage]()
+    storages_alive, owners = dict[int, torch.UntypedStorage](), dict[int, Array]()
+    for index, memory in parked.alive.items():
+        if isinstance(memory, torch.UntypedStorage):
+            storages_alive[index] = memory
+        else:
+            owners[index] = memory
     if isinstance(parked.held, Parcel):
         assert host is not None, "it is in host memory"
         storages = dict(enumerate(host.get(parked.held)))
     elif isinstance(parked.held, Filed):
         assert disk is not None, "it is on the disk"
         contents = disk.get(parked.held.ticket)
-        bones = rebuild.read(contents.document, contents.storages)
-        storages = dict(enumerate(transfer.from_host(contents.storages, parked.held.devices)))
-    storages.update(parked.alive)
+        devices = parked.held.devices
+        read = [
+            each if index < len(devices) else storages_alive.get(index, each)
+            for index, each in enumerate(contents.storages)
+        ]
+        bones = rebuild.read(contents.document, read, owners=owners)
+        storages = dict(enumerate(transfer.from_host(read, devices)))
+    storages.update(storages_alive)
     part: Part = unpack(bones, storages)
     return part
 
 
-def _readable(storage: torch.UntypedStorage) -> torch.UntypedStorage | torch.Tensor:
-    """A storage that a file can be written from; one that is not in host memory is copied there."""
-    return storage if storage.device.type == "cpu" else parcel_of([storage]).parts()[0]
-
-
-def _still_there(storages: dict[int, torch.UntypedStorage], bones: Any) -> dict[int, torch.UntypedStorage]:
-    """Let go of storages and take back those that are still there."""
-    references = {
-        index: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        for index, storage in storages.items()
-    }
-    storages.clear()
-    alive: dict[int, torch.UntypedStorage] = {}
-    for index, reference in references.items():
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001
-        if storage is not None:
-            alive[index] = storage
-    for name in sorted(_names_of(bones, set(alive))):
-        say_once(
-            logging.WARNING,
-            ("outside", name),
-            "parking a session does not free its %s: something outside the session holds it too",
-            name,
-        )
-    return alive
-
-
-def _names_of(bones: Any, indices: set[int]) -> set[str]:
-    """Names of the values of which a tensor lies in one of these storages."""
-    found: set[str] = set()
-    for values in bones.values() if indices else ():
-        for name, value in values.items():
-            stack, seen = [value], set[int]()
-            while stack:
-                item = stack.pop()
-                if isinstance(item, TensorSlot):
-                    if item.storage in indices:
-                        found.add(name)
-                elif id(item) not in seen:
-                    seen.add(id(item))
-                    if isinstance(item, dict):
-                        stack.extend(item.values())
-                    elif isinstance(item, list | tuple) or hasattr(item, "maxlen"):
-                        stack.extend(item)
-    return found
+def _readable(storages: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage | torch.Tensor]:
+    """Storages that a file can be written from; those that are not in host memory are copied there."""
+    away = [storage for storage in storages if storage.device.type != "cpu"]
+    copies = iter(parcel_of(away).parts() if away else ())
+    return [storage if storage.device.type == "cpu" else next(copies) for storage in storages]

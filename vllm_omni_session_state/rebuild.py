@@ -6,17 +6,21 @@ there, a tensor that leaves its storage, a nest that is too deep to be put toget
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_omni_session_state import atoms
-from vllm_omni_session_state.errors import BadFileError
-from vllm_omni_session_state.pack import TensorSlot, Whole, unpack
-from vllm_omni_session_state.skeleton import KEY_WEIGHT, REGISTERED_DEPTH, VERSION, registered
+from vllm_omni_session_state.arrays import Array, memory_of
+from vllm_omni_session_state.errors import BadFileError, NotWritableError
+from vllm_omni_session_state.pack import Whole, unpack
+from vllm_omni_session_state.skeleton import KEY_WEIGHT, REGISTERED_DEPTH, VERSION, Written, registered
+from vllm_omni_session_state.slots import TensorSlot
 
 _DEPTH = 200
 """Levels of containers that a skeleton may have, twice what ``pack()`` makes: ``unpack()`` is recursive."""
@@ -33,21 +37,29 @@ _WORDS = {
     "odict": 0,
     "deque": 1,
     "whole": 0,
-    "slot": 7,
-    "tensor": 9,
-    "array": 6,
+    "slot": 8,
+    "tensor": 10,
+    "array": 7,
     "registered": 2,
 }
 """The kinds of nodes, each with the number of words that follow its parts."""
 
 
-def read(document: Any, storages: Sequence[torch.UntypedStorage]) -> Any:
+def read(
+    document: Any,
+    storages: Sequence[torch.UntypedStorage],
+    *,
+    owners: Mapping[int, Array] = MappingProxyType({}),
+    trial: bool = False,
+) -> Any:
     """The skeleton of a document.
 
     Args:
         document: From ``skeleton.write()``, or from anywhere.
         storages: The session's, then those of the document's arrays and whole tensors, in host memory.
             Arrays and whole tensors take them over; slots name them by number.
+        owners: Arrays whose memory is to be shown in place of such a storage, by its number.
+        trial: Whether the storages are somebody else's and the result is thrown away.
 
     Raises:
         BadFileError: If the document is not one, or does not go with the storages; nothing was used.
@@ -56,10 +68,26 @@ def read(document: Any, storages: Sequence[torch.UntypedStorage]) -> Any:
     _want(document.get("version") == VERSION, f"its version is not {VERSION}")
     own = document.get("storages")
     _want(atoms.is_count(own) and own <= len(storages), "it names more storages than there are")
-    reading = _Reading(storages, own)
+    reading = _Reading(storages, own, owners, trial=trial)
     skeleton = reading.table(document, depth=0)
     _measure(skeleton, 0, set())
     return skeleton
+
+
+def prove(written: Written, storages: Sequence[torch.UntypedStorage]) -> None:
+    """Read what was written, by the function that will read it: what goes into a file comes out again.
+
+    Args:
+        written: From ``skeleton.write()``.
+        storages: The session's, as they are.
+
+    Raises:
+        NotWritableError: If it could not be read.
+    """
+    try:
+        read(written.document, [*storages, *written.extra], trial=True)
+    except BadFileError as error:
+        raise NotWritableError("", "its content", why=f"it could not be read again: {error.why}") from error
 
 
 def _want(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as a sentence
@@ -68,8 +96,17 @@ def _want(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as a sen
 
 
 class _Reading:
-    def __init__(self, storages: Sequence[torch.UntypedStorage], own: int) -> None:
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        own: int,
+        owners: Mapping[int, Array],
+        *,
+        trial: bool,
+    ) -> None:
         self._storages = storages
+        self._memories = {number: memory_of(owner) for number, owner in owners.items()}
+        self._trial = trial
         self._sizes = [storage.nbytes() for storage in storages]
         self._own = own
 
@@ -89,7 +126,8 @@ class _Reading:
             _want(written < before or nodes[written][0] in _SHELLS, "a node is used before it is made")
             return built[written]
 
-        for number, (kind, written, *words) in enumerate(nodes):
+        for number in sorted(range(len(nodes)), key=lambda each: not _owns(nodes[each])):
+            kind, written, *words = nodes[number]
             if kind not in _SHELLS:
                 built[number] = self._make(kind, [part(each, number) for each in written], words, depth)
             if kind == "tuple":
@@ -128,24 +166,23 @@ class _Reading:
             raise BadFileError(f"a {kind} cannot be made: {error!r:.200}") from error
 
     def _slot(self, words: list[Any], among: range) -> TensorSlot:
-        number, name, offset, size, stride, requires_grad, inference = words
+        number, name, offset, size, stride, *flags = words
+        requires_grad, inference, resizable = flags
         _want(atoms.is_count(number) and number in among, "a tensor's storage is not there")
         dtype = atoms.named_dtype(name)
         _want(_counts(size) and _counts(stride) and len(size) == len(stride), "a tensor's shape is none")
         _want(len(size) <= 64 and _product(size) < 2**63, "a tensor is too large")
-        _want(type(requires_grad) is bool and type(inference) is bool, "a tensor's flags are none")
+        _want(all(type(flag) is bool for flag in flags), "a tensor's flags are none")
         _want(not requires_grad or dtype.is_floating_point or dtype.is_complex, "its type takes no gradients")
         _want(atoms.is_count(offset), "a tensor's offset is none")
-        reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if _product(size) else 0
-        _want(
-            (offset + reach) * dtype.itemsize <= self._sizes[number] or not reach,
-            "a tensor leaves its storage",
-        )
-        return TensorSlot(number, dtype, offset, tuple(size), tuple(stride), requires_grad, inference)
+        layout = (offset, tuple(size), tuple(stride))
+        slot = TensorSlot(number, dtype, *layout, requires_grad, inference, resizable)
+        _want(slot.fits(self._sizes[number]), "a tensor leaves its storage")
+        return slot
 
     def _tensor(self, words: list[Any]) -> torch.Tensor:
-        slot = self._slot(words[:7], range(self._own, len(self._storages)))
-        device = atoms.read_device(words[7], words[8])
+        slot = self._slot(words[:8], range(self._own, len(self._storages)))
+        device = atoms.read_device(words[8], words[9])
         storage = self._storages[slot.storage]
         if device.type != "cpu":
             _want(not storage.nbytes(), "a tensor of another device has elements")
@@ -154,7 +191,7 @@ class _Reading:
         return tensor
 
     def _array(self, words: list[Any]) -> np.ndarray[Any, Any]:
-        number, name, first, shape, strides, writeable = words
+        number, name, first, shape, strides, writeable, how = words
         _want(
             atoms.is_count(number) and self._own <= number < len(self._storages),
             "an array's memory is not there",
@@ -171,15 +208,31 @@ class _Reading:
             low, high = low + min(0, (size - 1) * step), high + max(0, (size - 1) * step)
         inside = low >= 0 and high + dtype.itemsize <= self._sizes[number]
         _want(inside or not _product(shape), "an array leaves its memory")
-        memory = torch.empty(0, dtype=torch.uint8).set_(self._storages[number]).numpy()
-        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer=memory, offset=first, strides=strides)
+        _want(how in ("own", "view", "tensor"), "an array's memory is nobody's")
+        new = number not in self._memories
+        memory = self._memory(number, how)
+        array: Array = np.ndarray(shape, dtype, buffer=memory, offset=first, strides=strides)
+        if new and how == "own" and not self._trial:
+            array = array.copy(order="K")
+            self._memories[number] = memory_of(array)
         array.flags.writeable = writeable
         return array
+
+    def _memory(self, number: int, how: str) -> Array:
+        """A storage's memory for the arrays that show it; NumPy's own, but for those over tensors."""
+        if number not in self._memories:
+            memory = memory_of(self._storages[number])
+            if how == "tensor" and not self._trial:
+                memory = torch.empty(0, dtype=torch.uint8).set_(self._storages[number]).numpy()
+            self._memories[number] = memory.copy() if how == "view" and not self._trial else memory
+        return self._memories[number]
 
     def _registered(self, words: list[Any], depth: int) -> object:
         name, table = words
         _want(isinstance(name, str) and name in registered, f"type {name!a:.60} is not registered here")
-        return registered[name].from_tree(self.table(table, depth=depth + 1))
+        tree = self.table(table, depth=depth + 1)
+        # Of a content that it does not own an adapter gets a copy: it may build it in.
+        return registered[name].from_tree(copy.deepcopy(tree) if self._trial else tree)
 
 
 def _nodes_of(table: Any) -> list[Any]:
@@ -192,6 +245,11 @@ def _nodes_of(table: Any) -> list[Any]:
         _want(isinstance(kind, str) and kind in _WORDS, f"kind {kind!a:.60} is not known")
         _want(isinstance(parts, list) and len(words) == _WORDS[kind], f"a {kind} is not written like that")
     return nodes
+
+
+def _owns(node: list[Any]) -> bool:
+    """Whether a node is an array with memory of its own, which others may show."""
+    return bool(node[0] == "array" and node[-1] == "own")
 
 
 def _counts(values: Any) -> bool:

@@ -129,12 +129,23 @@ class SessionState:
             },
         }
 
-    def away(self) -> tuple[object, ...]:
-        """What a parked session still holds itself: the values that were not let go of."""
-        if self._away is None:
-            return ()
-        attrs, objects = self._away
-        return (*attrs.values(), *(obj.holds() for obj in objects.values() if obj.resident))
+    def values(self, choose: Callable[[str], bool]) -> list[object]:
+        """The content by the identity of its containers: an object's own one, where it has one.
+
+        Args:
+            choose: Whether the value of a name belongs to it; of a parked session only what is still there.
+        """
+        attrs, objects = self._away or (self.attrs, self._objects)
+        chosen = [obj for name, obj in objects.items() if choose(name) and obj.resident]
+        return [
+            *(value for name, value in attrs.items() if choose(name)),
+            *(obj.holds() if obj.live is None else obj.live for obj in chosen),
+        ]
+
+    def live(self, choose: Callable[[str], bool]) -> dict[int, str]:
+        """Names of objects, by the identity of the container that each hands out and exports a copy of."""
+        _, objects = self._away or (self.attrs, self._objects)
+        return {id(obj.live): name for name, obj in objects.items() if choose(name) and obj.live is not None}
 
     def let_go(self, part: dict[str, dict[str, object]]) -> None:
         """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch."""

@@ -101,5 +101,5 @@ class Held(NamedTuple):
 def held_of(seat: Seat, parked: Parked) -> Held:
     """What the session of that seat holds, parked like that."""
     slab = parked.held.slab if isinstance(parked.held, Parcel) else None
-    values = (parked.alive.values(), seat.session.away(), (slab,))
+    values = (*parked.in_place(seat.session), (slab,))
     return Held(*(footprint(*each).regions for each in values))

@@ -9,7 +9,6 @@ Not here: the bytes of storages, and files.
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +19,10 @@ import numpy as np
 import torch
 
 from vllm_omni_session_state import atoms
+from vllm_omni_session_state.arrays import Array, Memory, extent, has_own, memory_of, owner_of
 from vllm_omni_session_state.errors import NotWritableError
-from vllm_omni_session_state.pack import TensorSlot, Whole, slot_of
+from vllm_omni_session_state.pack import Whole
+from vllm_omni_session_state.slots import TensorSlot, more_than_a_slot, slot_of
 
 VERSION = 1
 KEY_WEIGHT = 1000
@@ -68,7 +69,8 @@ def register_kind(
         kind: The type itself; subclasses are registered on their own.
         name: What files call it: the same for as long as files live.
         to_tree: Hands out a value's content as plain values, containers, tensors and arrays.
-        from_tree: Makes a value from such a content, which it owns.
+        from_tree: Makes a value from such a content, which it owns. It is also called for trial, on a copy,
+            when a value is written: what it refuses then is not written.
 
     Raises:
         TypeError: ``kind`` is not a class.
@@ -95,10 +97,14 @@ class Written:
     Attributes:
         document: Plain JSON.
         extra: Memory of arrays and whole tensors, by reference, to stand behind the session's storages.
+        owners: Whose each of these is: an array, or the storage itself.
+        names: Where each stands: the key in the second level of the skeleton.
     """
 
     document: dict[str, Any]
     extra: list[torch.UntypedStorage]
+    owners: list[Memory]
+    names: list[str]
 
 
 def write(skeleton: Any, storages: Sequence[torch.UntypedStorage]) -> Written:
@@ -113,7 +119,9 @@ def write(skeleton: Any, storages: Sequence[torch.UntypedStorage]) -> Written:
     """
     writing = _Writing(storages)
     table = _Table(writing, "", depth=0).write(skeleton)
-    return Written({"version": VERSION, "storages": len(storages), **table}, writing.extra)
+    return Written(
+        {"version": VERSION, "storages": len(storages), **table}, writing.extra, writing.owners, writing.names
+    )
 
 
 def type_name(value: object) -> str:
@@ -128,24 +136,37 @@ class _Writing:
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self.first = len(storages)
         self.extra: list[torch.UntypedStorage] = []
-        self.met: dict[int, _Table] = {}
+        self.owners: list[Memory] = []
+        self.names: list[str] = []
+        self.met: dict[
+            int, int
+        ] = {}  # to the number of the table, which refers to this: what is let go of dies
         self.held: list[object] = []  # so that no id is used twice meanwhile
+        self.tables = 0
         taken = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.device.type == "cpu"}
         self._spans: list[tuple[int, int]] = sorted(taken)
         self._index: dict[tuple[int, int], int] = {}
 
-    def entry(self, start: int, nbytes: int, storage: Callable[[], torch.UntypedStorage]) -> int | None:
+    def entry(self, span: tuple[int, int], owner: Memory, name: str) -> int | None:
         """The number of the storage that holds this memory; ``None`` if it lies partly in another's."""
-        span = (start, start + nbytes)
-        if nbytes and span in self._index:
+        start, stop = span
+        if start < stop and span in self._index:
             return self._index[span]
-        if nbytes:
+        if start < stop:
             at = bisect(self._spans, span)
-            if any(start < b and a < span[1] for a, b in self._spans[max(0, at - 1) : at + 1]):
+            if any(start < b and a < stop for a, b in self._spans[max(0, at - 1) : at + 1]):
                 return None
             insort(self._spans, span)
         self._index[span] = self.first + len(self.extra)
-        self.extra.append(storage())
+        if start == stop:
+            storage = torch.empty(0).untyped_storage()
+        elif isinstance(owner, np.ndarray):
+            storage = torch.from_numpy(memory_of(owner)).untyped_storage()
+        else:
+            storage = owner
+        self.extra.append(storage)
+        self.owners.append(owner)
+        self.names.append(name)
         return self._index[span]
 
 
@@ -161,10 +182,13 @@ class _Frame:
 class _Table:
     """One table of nodes in writing. A node that cannot be made without its parts comes after them."""
 
-    def __init__(self, writing: _Writing, path: str, *, depth: int) -> None:
+    def __init__(self, writing: _Writing, path: str, *, depth: int, name: str = "") -> None:
+        writing.tables += 1
         self._writing = writing
+        self._number = writing.tables
         self._path = path
         self._depth = depth
+        self._name = name
         self._nodes: list[list[Any]] = []
         self._weights: list[int] = []
         self._numbers: dict[int, int] = {}
@@ -197,7 +221,7 @@ class _Table:
         if id(value) in self._numbers:
             return self._numbers[id(value)]
         self._writing.held.append(value)
-        if type(value) is not tuple and self._writing.met.setdefault(id(value), self) is not self:
+        if type(value) is not tuple and self._writing.met.setdefault(id(value), self._number) != self._number:
             raise self._refusal(value, "a registered value shares it with the rest of the session")
         number = self._numbers[id(value)] = len(self._nodes)
         self._nodes.append([])
@@ -219,6 +243,8 @@ class _Table:
 
     def _node(self, value: Any) -> tuple[list[Any], Iterable[tuple[str, object]]]:
         kind = type(value)
+        if kind is OrderedDict and vars(value):
+            raise self._refusal(value, "it has attributes")
         if kind in (dict, OrderedDict):
             return [CONTAINERS[kind], []], _items(value, named=len(self._stack) < 2)
         if kind in CONTAINERS:
@@ -242,59 +268,57 @@ class _Table:
             tree = entry.to_tree(value)
         except Exception as error:
             raise self._refusal(value, f"its adapter's to_tree() raised {error!r}") from error
-        table = _Table(self._writing, self._where(), depth=self._depth + 1).write(tree)
+        inner = _Table(self._writing, self._where(), depth=self._depth + 1, name=self._top())
+        table = inner.write(tree)
         return ["registered", [], entry.name, table]
 
     def _layout(self, value: object, slot: TensorSlot) -> list[Any]:
         if slot.dtype not in atoms.DTYPE_NAMES:
             raise self._refusal(value, f"its element type {slot.dtype} is not on the list")
-        flags = [slot.requires_grad, slot.inference]
+        flags = [slot.requires_grad, slot.inference, slot.resizable]
         return [atoms.DTYPE_NAMES[slot.dtype], slot.offset, list(slot.size), list(slot.stride), *flags]
 
     def _tensor(self, value: torch.Tensor) -> list[Any]:
-        plain = value.layout is torch.strided and value.grad_fn is None and value.grad is None
-        if not plain or value.is_quantized or value.is_conj() or value.is_neg() or vars(value):
-            raise self._refusal(value, "it is more than its elements (a graph, a gradient, attributes)")
-        try:
-            storage = value.untyped_storage()
-            start, nbytes = storage.data_ptr(), storage.nbytes()
-        except (NotImplementedError, RuntimeError) as error:
-            raise self._refusal(value, "it has no memory of its own") from error
-        if value.is_meta or (nbytes and storage.device.type != "cpu"):
+        if why := more_than_a_slot(value):
+            raise self._refusal(value, why)
+        storage = value.untyped_storage()
+        if storage.nbytes() and not value.is_cpu:
             raise self._refusal(value, f"it stands on {value.device} where it cannot be moved from")
-        number = self._writing.entry(start, nbytes, lambda: storage if nbytes else _no_memory())
-        if number is None:
-            raise self._refusal(value, "it shares its memory with a value of another kind")
+        number, _ = self._memory(value, storage)
         slot = slot_of(value, number)
         return ["tensor", [], number, *self._layout(value, slot), value.device.type, value.device.index]
 
-    def _array(self, value: np.ndarray[Any, Any]) -> list[Any]:
+    def _array(self, value: Array) -> list[Any]:
         name = atoms.array_type_name(value.dtype)
         if name is None:
             raise self._refusal(value, f"its element type {value.dtype} holds objects or fields")
-        owner: np.ndarray[Any, Any] = value
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if isinstance(owner.base, mmap.mmap):
-            raise self._refusal(value, "it is a file mapped into memory")
-        start, nbytes = _extent(owner)
-        number = self._writing.entry(start, nbytes, lambda: _memory(start, nbytes, owner))
+        owner = owner_of(value)
+        if owner is None:
+            raise self._refusal(value, "its memory is not NumPy's own: a buffer or a file has it")
+        how = "view" if isinstance(owner, np.ndarray) else "tensor"
+        how = "own" if owner is value and has_own(value) else how
+        number, start = self._memory(value, owner)
+        first = value.__array_interface__["data"][0] - start if value.size else 0
+        layout = [list(value.shape), list(value.strides), value.flags.writeable]
+        return ["array", [], number, name, first, *layout, how]
+
+    def _memory(self, value: object, owner: Memory) -> tuple[int, int]:
+        """The number of the storage that is to hold the memory of that owner, and the memory's address."""
+        if isinstance(owner, np.ndarray):
+            start, nbytes = extent(owner)
+        else:
+            start, nbytes = owner.data_ptr(), owner.nbytes()
+        number = self._writing.entry((start, start + nbytes), owner, self._top())
         if number is None:
             raise self._refusal(value, "it shares its memory with a value of another kind")
-        first = value.__array_interface__["data"][0] - start if value.size else 0
-        return [
-            "array",
-            [],
-            number,
-            name,
-            first,
-            list(value.shape),
-            list(value.strides),
-            value.flags.writeable,
-        ]
+        return number, start
 
     def _refusal(self, value: object, why: str) -> NotWritableError:
         return NotWritableError(self._where(), type_name(value), why=why)
+
+    def _top(self) -> str:
+        """The key in the second level at which this stands."""
+        return self._name or (self._stack[1].step.removeprefix(".") if len(self._stack) > 1 else "")
 
     def _where(self) -> str:
         return (self._path + "".join(frame.step for frame in self._stack)).removeprefix(".")
@@ -306,37 +330,3 @@ def _items(value: dict[Any, Any], *, named: bool) -> Iterator[tuple[str, object]
         shown = f".{key}" if named and isinstance(key, str) else f"[{ascii(key)[:60]}]"
         yield "[a key]", key
         yield shown, item
-
-
-def _extent(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Address and length in bytes of the memory that an array's elements span."""
-    start = stop = array.__array_interface__["data"][0]
-    if not array.size:
-        return start, 0
-    for size, stride in zip(array.shape, array.strides, strict=True):
-        reach = (size - 1) * stride
-        start, stop = start + min(reach, 0), stop + max(reach, 0)
-    return start, stop + array.itemsize - start
-
-
-class _Memory:
-    """A stretch of an array's memory, as NumPy asks for it: whatever the array's strides."""
-
-    def __init__(self, start: int, nbytes: int, owner: object) -> None:
-        self.__array_interface__ = {
-            "data": (start, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-        self.owner = owner
-
-
-def _no_memory() -> torch.UntypedStorage:
-    return torch.empty(0, dtype=torch.uint8).untyped_storage()
-
-
-def _memory(start: int, nbytes: int, owner: object) -> torch.UntypedStorage:
-    if not nbytes:
-        return _no_memory()
-    return torch.from_numpy(np.asarray(_Memory(start, nbytes, owner))).untyped_storage()

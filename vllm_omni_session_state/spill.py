@@ -99,8 +99,9 @@ class Spiller:
             self.nbytes -= ticket.nbytes
 
     def _write(self, key: str, items: list[Any]) -> _OnDisk:
-        packed = pack(items, take=lambda _: True)
+        packed = pack(items)
         written = skeleton.write(packed.skeleton, packed.storages)
+        rebuild.prove(written, packed.storages)
         ticket = self._tier.put(
             written.document, [*packed.storages, *written.extra], session=fingerprint(key).hex()
         )

@@ -56,7 +56,7 @@ class Table:
         """
         seat, lost = self.seats.get(key), self.losses.reason(key)
         if seat is not None:
-            return seat.where
+            return seat.tier
         what = "not there" if lost is None else f"lost ({lost.value})"
         return f"{what}, of {len(self.seats)} sessions {self.parked} are parked, {self.on_disk} on the disk"
 

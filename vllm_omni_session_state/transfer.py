@@ -6,7 +6,7 @@ after everything that the current stream has queued, and the call waits for them
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ ALIGNMENT = 512
 """Bytes to which each storage's place in a slab is rounded up, as allocators on accelerators do."""
 
 _HUGE = 2 << 20
-"""Bytes of a huge page; a smaller slab can have none."""
+"""Bytes of a huge page, and what its address is a multiple of."""
 
 
 def on_accelerator(storages: Sequence[torch.UntypedStorage]) -> bool:
@@ -54,7 +54,7 @@ def to_slab(storages: Sequence[torch.UntypedStorage], *, pinned: bool = False) -
     nbytes = slab_nbytes(sizes, pinned=pinned)
     try:
         slab = page_locked.allocate(nbytes) if pinned else host_memory(nbytes)
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         raise MemoryError(f"no host memory for {nbytes} bytes: {error}") from error
     _copy([(_bytes(storage), part) for storage, part in zip(storages, parts(slab, sizes), strict=True)])
     return slab
@@ -118,19 +118,22 @@ def _copied(sources: Sequence[torch.Tensor], devices: Sequence[torch.device]) ->
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """New pageable memory of which every byte is about to be written, ``(nbytes,)`` uint8; not to be resized.
+    """New pageable memory of which every byte is about to be written, ``(nbytes,)`` uint8.
+
+    It is torch's own, as a model's tensors are: a storage of it can be resized.
 
     Raises:
         RuntimeError: If the host has no room for it.
-        OSError: As well.
     """
-    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(nbytes, dtype=torch.uint8)
-    # Each page is written once, and the fault that brings it takes several times as long as its bytes do.
-    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8)
+    block = torch.empty(nbytes, dtype=torch.uint8)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        # Each page is written once, and the fault that brings it takes several times as long as its bytes do.
+        first = -(-block.data_ptr() // _HUGE) * _HUGE
+        length = (block.data_ptr() + nbytes) // _HUGE * _HUGE - first
+        if length > 0:  # a kernel without huge pages refuses, and small ones do
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice)
+    return block
 
 
 def _aligned(size: int) -> int:

@@ -30,13 +30,13 @@ def _copied(storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
 
 def packed(tree: Any) -> Any:
     """Apart, every storage to another place, and together, as by the host tier."""
-    apart = pack(tree, take=lambda _: True)
+    apart = pack(tree)
     return unpack(apart.skeleton, _copied(apart.storages))
 
 
 def written(tree: Any) -> Any:
     """The same through JSON, as by the disk tier."""
-    apart = pack(tree, take=lambda _: True)
+    apart = pack(tree)
     document = skeleton.write(apart.skeleton, apart.storages)
     storages = _copied([*apart.storages, *document.extra])
     read = rebuild.read(json.loads(json.dumps(document.document)), storages)

@@ -15,11 +15,14 @@ ROWS = (
     ("omni",),
     ("adapters",),
     ("table", "settlement", "exchange", "cascade", "room", "manager"),
-    ("pack", "atoms", "skeleton", "rebuild", "page_locked", "transfer", "tiers", "spill", "parking", "lease"),
+    (
+        *("slots", "arrays", "pack", "atoms", "skeleton", "rebuild", "page_locked", "transfer", "tiers"),
+        *("spill", "remains", "parking", "lease"),
+    ),
     ("contract", "segments", "objects", "paged", "session", "listing"),
     (
-        *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "growth"),
-        *("ledger", "accounts", "order", "moves"),
+        *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "reach"),
+        *("growth", "ledger", "accounts", "order", "moves"),
     ),
     ("errors", "printable", "events", "sizes", "config", "regions", "ids", "losses", "origins"),
 )
@@ -113,8 +116,8 @@ def test_files_stay_short_and_say_what_they_are(path):
 
 def test_only_the_books_the_codec_and_who_plays_a_client_look_inside_arrays():
     books, codec, client = (
-        ("footprint", "atoms"),
-        ("skeleton", "rebuild"),
+        ("footprint", "reach", "atoms"),
+        ("arrays", "skeleton", "rebuild"),
         ("robots", "clips", "recording", "outputs"),
     )
     for path in FILES:

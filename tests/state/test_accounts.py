@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from profiles import sized
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.session import Declaration
 
 KEYS = st.sampled_from(["a", "b", "c", "d"])
 NAMES = st.sampled_from(["x", "y"])
@@ -188,6 +189,20 @@ def quiet(caplog):
 
 TestAccountsMachine = AccountsMachine.TestCase
 TestAccountsMachine.settings = sized(2000, stateful_step_count=40)
+
+
+def test_a_detached_session_is_charged_for_all_that_it_comes_to_hold_on_the_device_and_in_host_memory():
+    manager = SessionStateManager(
+        max_sessions=1, declaration=Declaration(device_nbytes=1000, host_fields=frozenset({"kept"}))
+    )
+    with manager.lease("a") as held:
+        held.attrs["x"] = torch.zeros(10, dtype=torch.uint8)
+    with manager.lease("b"):
+        pass
+    held.attrs.update(kept=np.zeros(5, np.uint8), more=torch.zeros(3, dtype=torch.uint8))
+    manager.settle(held)
+    assert manager.stats()["detached_nbytes"] == 18
+    manager.check()
 
 
 def test_a_detached_session_is_counted_until_nobody_holds_it_without_the_garbage_collector():

@@ -269,3 +269,11 @@ def test_many_threads_leave_a_sound_table():
         thread.join()
     assert failures == []
     manager.check()
+
+
+def test_a_list_that_holds_itself_can_be_listed():
+    manager = SessionStateManager()
+    with manager.lease("s") as session:
+        knot = session.attrs["x"] = [torch.ones(1)]
+        knot.append(knot)
+    assert manager.listing()[0].values[0].nbytes == {"cpu": 4}

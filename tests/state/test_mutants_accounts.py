@@ -36,6 +36,11 @@ def a_detached_session():
     accounts_tests.test_a_detached_session_is_counted_until_nobody_holds_it_without_the_garbage_collector()
 
 
+def a_detached_session_of_both_roles():
+    tests = accounts_tests
+    tests.test_a_detached_session_is_charged_for_all_that_it_comes_to_hold_on_the_device_and_in_host_memory()
+
+
 def values_in_both_roles():
     """A session with a value on the host and one on the device, one of them over part of the other."""
     manager = SessionStateManager(
@@ -109,6 +114,17 @@ def settle_forgets_the_host():
     return mock.patch.object(Accounts, "settle", forgetful)
 
 
+def a_detached_session_is_charged_for_its_device_part_alone():
+    settle = Accounts.settle
+
+    def forgetful(self, owner, *, device=(), **held):
+        if owner in self._detached:
+            held = {"staged": held.get("staged", ())}
+        settle(self, owner, device=device, **held)
+
+    return mock.patch.object(Accounts, "settle", forgetful)
+
+
 def settle_never_runs():
     return mock.patch.object(SessionStateManager, "settle", return_value=((), None))
 
@@ -167,6 +183,7 @@ CAUGHT_BY = {
     finalize_is_lost: a_detached_session,
     settle_forgets_what_is_staged: any_life_of_sessions,
     settle_forgets_the_host: values_in_both_roles,
+    a_detached_session_is_charged_for_its_device_part_alone: a_detached_session_of_both_roles,
     settle_never_runs: any_life_of_sessions,
     contents_without_the_objects: any_life_of_sessions,
     close_keeps_what_is_staged: any_life_of_sessions,

@@ -11,7 +11,7 @@ import test_growth_machine as machine_tests
 from hypothesis.stateful import run_state_machine_as_test
 from test_mutants_accounts import FEW
 
-from vllm_omni_session_state import glance, growth, pack
+from vllm_omni_session_state import glance, growth
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.chunks import Chunks
 from vllm_omni_session_state.growth import Growth, Pile
@@ -43,10 +43,6 @@ def a_chunk_that_is_replaced():
 
 def what_is_outside():
     chunks_tests.test_what_is_outside_is_walked_again_only_if_it_is_other_memory()
-
-
-def an_alias_of_the_list():
-    chunks_tests.test_chunks_inside_of_a_value_are_taken_apart_as_a_list()
 
 
 def unnoticed(name):
@@ -159,10 +155,6 @@ def lists_of_the_other_role_are_forgotten():
     return mock.patch.object(SessionState, "roles", forgetful)
 
 
-def a_list_in_a_value_is_not_taken_apart():
-    return mock.patch.object(pack, "Chunks", type(None))
-
-
 def a_glance_trusts_the_place():
     return mock.patch.object(glance.Glance, "same", lambda self, items: len(items) == len(self._tensors))
 
@@ -192,7 +184,6 @@ CAUGHT_BY = {
     a_pile_survives_its_owner: a_chunk_that_is_replaced,
     a_pile_is_in_the_other_role: any_life_of_lists,
     lists_of_the_other_role_are_forgotten: any_life_of_lists,
-    a_list_in_a_value_is_not_taken_apart: an_alias_of_the_list,
     a_glance_trusts_the_place: what_is_outside,
     a_glance_overlooks_another_storage: what_is_outside,
 }

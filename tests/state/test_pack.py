@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import transfer
-from vllm_omni_session_state.pack import TensorSlot, pack, unpack
+from vllm_omni_session_state.pack import pack, unpack
+from vllm_omni_session_state.slots import TensorSlot
 
 DTYPES = st.sampled_from(
     [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex64]
@@ -111,7 +112,7 @@ def storage_pattern(tree):
 @given(trees())
 @sized(2000)
 def test_what_comes_back_is_what_left(tree):
-    packed = pack(tree, take=lambda _: True)
+    packed = pack(tree)
     twin = unpack(packed.skeleton, [storage.clone() for storage in packed.storages])
     back = unpack(packed.skeleton, moved(packed.storages))
     assert alike(twin, back, {})
@@ -120,16 +121,9 @@ def test_what_comes_back_is_what_left(tree):
 
 def test_nothing_of_the_original_is_kept_alive_by_the_skeleton():
     tensor = torch.ones(4)
-    packed = pack({"x": [tensor]}, take=lambda _: True)
+    packed = pack({"x": [tensor]})
     assert isinstance(packed.skeleton["x"][0], TensorSlot)
     assert len(packed.storages) == 1
-
-
-def test_a_storage_that_is_not_taken_stays_where_it_is():
-    tensor = torch.ones(4)
-    packed = pack([tensor], take=lambda _: False)
-    assert packed.skeleton[0] is tensor
-    assert packed.storages == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +141,7 @@ def test_a_storage_that_is_not_taken_stays_where_it_is():
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_taken_apart_stays_whole(value):
-    packed = pack({"x": value}, take=lambda _: True)
+    packed = pack({"x": value})
     assert packed.storages == []
     assert unpack(packed.skeleton, [])["x"] is value
 
@@ -155,7 +149,7 @@ def test_what_cannot_be_taken_apart_stays_whole(value):
 def test_an_inference_tensor_that_wants_gradients_comes_back_as_it_was():
     with torch.inference_mode():
         tensor = torch.ones(2, requires_grad=True)
-    packed = pack([tensor], take=lambda _: True)
+    packed = pack([tensor])
     (back,) = unpack(packed.skeleton, packed.storages)
     assert (back.is_inference(), back.requires_grad) == (True, True)
 
@@ -163,7 +157,7 @@ def test_an_inference_tensor_that_wants_gradients_comes_back_as_it_was():
 def test_a_list_that_holds_itself_comes_back_holding_itself():
     knot = [torch.ones(2)]
     knot.append(knot)
-    packed = pack(knot, take=lambda _: True)
+    packed = pack(knot)
     back = unpack(packed.skeleton, packed.storages)
     assert back[1] is back
     assert torch.equal(back[0], knot[0])
@@ -173,5 +167,5 @@ def test_a_nest_of_any_depth_is_taken():
     deep = torch.ones(1)
     for _ in range(5000):
         deep = [deep]
-    packed = pack(deep, take=lambda _: True)
+    packed = pack(deep)
     unpack(packed.skeleton, packed.storages)

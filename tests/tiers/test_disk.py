@@ -37,7 +37,7 @@ def shared_tier(tmp_path_factory):
 @given(trees())
 @sized(1000)
 def test_a_session_comes_back_from_its_file_bit_for_bit(shared_tier, tree):
-    packed = pack(tree, take=lambda _: True)
+    packed = pack(tree)
     written = skeleton.write(packed.skeleton, packed.storages)
     ticket = shared_tier.put(written.document, [*packed.storages, *written.extra], session=SESSION)
     contents = shared_tier.get(ticket)

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import mmap
 import os
 
 import pytest
@@ -172,25 +171,16 @@ def test_a_worker_that_hangs_while_starting_is_waited_for_and_then_named(tmp_pat
     DiskTier(tmp_path, budget=1).close()
 
 
-@pytest.mark.parametrize(
-    ("size", "place", "name", "error"),
-    [
-        (10, torch, "empty", RuntimeError("no room")),
-        (3 << 20, mmap, "mmap", OSError(errno.ENOMEM, "no room")),
-    ],
-    ids=["small", "large"],
-)
-def test_a_machine_without_memory_leaves_the_file_where_it_is(
-    tmp_path, monkeypatch, size, place, name, error
-):
+@pytest.mark.parametrize("size", [10, 3 << 20], ids=["small", "large"])
+def test_a_machine_without_memory_leaves_the_file_where_it_is(tmp_path, monkeypatch, size):
     tier = DiskTier(tmp_path, budget=1 << 23)
     ticket = tier.put(document(), storages(size), session=SESSION)
 
     def full(*args, **kwargs):
-        raise error
+        raise RuntimeError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(place, name, full)
+        patched.setattr(torch, "empty", full)
         with pytest.raises(MemoryError, match="no host memory"):
             tier.get(ticket)
     assert same(tier.get(ticket), storages(size))

@@ -15,13 +15,14 @@ from profiles import sized
 
 from vllm_omni_session_state import rebuild, skeleton
 from vllm_omni_session_state.errors import BadFileError, NotWritableError
-from vllm_omni_session_state.pack import TensorSlot, Whole, pack, unpack
+from vllm_omni_session_state.pack import Whole, pack, unpack
+from vllm_omni_session_state.slots import TensorSlot
 
 
 @given(trees())
 @sized(4000)
 def test_what_is_read_is_what_was_written(tree):
-    packed = pack(tree, take=lambda _: True)
+    packed = pack(tree)
     twin = unpack(packed.skeleton, packed.storages)
     back = through_text(tree)
     assert alike(twin, back, {})
@@ -62,8 +63,8 @@ class Sub(dict):
         (print, "not on the list"),
         (torch.nn.Parameter(torch.ones(1)), "not on the list"),
         (torch.ones(1, requires_grad=True) * 2, "a graph"),
-        (torch.eye(2).to_sparse(), "more than its elements"),
-        (torch.empty(2, device="meta"), "stands on meta"),
+        (torch.eye(2).to_sparse(), "not all that it is made of"),
+        (torch.empty(2, device="meta"), "no memory on meta"),
         (np.array([object()]), "objects or fields"),
         (np.zeros(2, [("a", "i4")]), "objects or fields"),
         (np.zeros(1, [("a", "i4")])[0], "not on the list"),
@@ -71,7 +72,7 @@ class Sub(dict):
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_written_is_named_with_its_place(value, why):
-    packed = pack({"attrs": {"foo": [0, 1, 2, (value,)]}}, take=lambda _: True)
+    packed = pack({"attrs": {"foo": [0, 1, 2, (value,)]}})
     with pytest.raises(NotWritableError, match=why) as caught:
         skeleton.write(packed.skeleton, packed.storages)
     assert caught.value.path == "attrs.foo[3][0]"
@@ -81,15 +82,27 @@ def test_what_cannot_be_written_is_named_with_its_place(value, why):
 
 def test_a_file_mapped_into_memory_is_not_written(tmp_path):
     mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(4,))
-    with pytest.raises(NotWritableError, match="mapped"):
+    with pytest.raises(NotWritableError, match="a buffer or a file has it"):
         skeleton.write(mapped[1:].view(np.ndarray), [])
 
 
-def test_an_array_over_a_tensors_memory_is_refused_rather_than_parted_from_it():
+def test_an_array_over_a_tensors_memory_is_over_it_again():
     tensor = torch.ones(4)
-    packed = pack([tensor, tensor.numpy()[1:]], take=lambda _: True)
-    with pytest.raises(NotWritableError, match="shares its memory"):
-        skeleton.write(packed.skeleton, packed.storages)
+    back = through_text([tensor, tensor.numpy()[1:]])
+    back[0][2] = 7
+    assert back[1].tolist() == [1, 7, 1]
+
+
+def test_memory_that_is_anothers_is_refused_rather_than_parted_from_it():
+    array, buffer = np.ones(4), bytearray(8)
+    for value in (
+        torch.from_numpy(array),
+        torch.frombuffer(buffer, dtype=torch.uint8),
+        np.frombuffer(buffer),
+    ):
+        packed = pack([value])
+        with pytest.raises(NotWritableError, match="or a file has it"):
+            skeleton.write(packed.skeleton, packed.storages)
 
 
 def test_a_key_of_too_many_values_is_refused_in_writing():
@@ -172,8 +185,8 @@ def test_a_name_means_one_type_and_kinds_of_the_list_stay_as_they_are(clock):
         skeleton.register_kind("Pair", "p", to_tree=list, from_tree=list)
 
 
-SLOT = ["slot", [], 0, "float32", 0, [4], [1], False, False]
-ARRAY = ["array", [], 1, "<f4", 0, [4], [4], True]
+SLOT = ["slot", [], 0, "float32", 0, [4], [1], False, False, True]
+ARRAY = ["array", [], 1, "<f4", 0, [4], [4], True, "own"]
 
 
 def changed(node, position, value):
@@ -221,6 +234,7 @@ def changed(node, position, value):
         changed(SLOT, 6, [2]),
         changed(SLOT, 6, [-1]),
         changed(SLOT, 7, 1),
+        changed(SLOT, 9, None),
         changed(changed(SLOT, 3, "int32"), 7, True),
         changed(changed(SLOT, 5, [2**62, 2**62]), 6, [0, 0]),
         changed(ARRAY, 2, 0),
@@ -233,6 +247,7 @@ def changed(node, position, value):
         changed(ARRAY, 6, [-4]),
         changed(ARRAY, 6, [8]),
         changed(ARRAY, 7, None),
+        changed(ARRAY, 8, "mine"),
         ["tensor", [], 0, *SLOT[3:], "cpu", None],
         ["tensor", [], 1, *SLOT[3:], "cuda", 0],
         ["registered", [], "nobody", {"nodes": [], "root": None}],
@@ -285,7 +300,7 @@ JSON = st.recursive(
 @given(trees(), st.data())
 @sized(4000)
 def test_no_change_of_a_document_raises_anything_else_or_reads_outside(tree, data):
-    packed = pack(tree, take=lambda _: True)
+    packed = pack(tree)
     written = skeleton.write(packed.skeleton, packed.storages)
     storages = [*packed.storages, *written.extra]
     document = json.loads(json.dumps(written.document))
@@ -303,7 +318,7 @@ def test_no_change_of_a_document_raises_anything_else_or_reads_outside(tree, dat
 
 def test_a_slot_is_shared_where_the_tensor_was():
     tensor = torch.ones(2)
-    packed = pack([tensor, [tensor]], take=lambda _: True)
+    packed = pack([tensor, [tensor]])
     written = skeleton.write(packed.skeleton, packed.storages)
     back = rebuild.read(written.document, packed.storages)
     assert isinstance(back[0], TensorSlot)

@@ -148,10 +148,12 @@ def _named(values: dict[str, Any], last: bool) -> Iterator[tuple[str, Seen]]:  #
 def _seen(value: Any) -> Seen:
     import torch  # noqa: PLC0415 - seconds, and here is a worker
 
+    from vllm_omni_session_state.arrays import bytes_of  # noqa: PLC0415 - the same
+
     if isinstance(value, bool | int | float):
         return f"{type(value).__name__} {value!r}", ""
     tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy())
-    bits = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    bits = bytes_of(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     what = f"{dtype} ({', '.join(map(str, tensor.shape))}) on {tensor.device}"
     return what, hashlib.blake2b(bits.data, digest_size=16).hexdigest()

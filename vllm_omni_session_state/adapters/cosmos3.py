@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_omni_session_state.adapters.patches import Patches
+from vllm_omni_session_state.arrays import bytes_of
 from vllm_omni_session_state.config import VideoLatents
 from vllm_omni_session_state.errors import SeamMismatchError
 from vllm_omni_session_state.events import say_once
@@ -183,7 +184,7 @@ def identity_of(arguments: Mapping[str, Any], ids: torch.Tensor, mask: torch.Ten
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (ids, mask):
         digest.update(_described(tensor).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensor).tobytes())
     shared = arguments.get("shared_kwargs") or {}
     geometry = [(name, _described(shared[name])) for name in sorted(shared)]
     geometry += [

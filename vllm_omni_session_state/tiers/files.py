@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_omni_session_state.arrays import bytes_of, memory_of
 from vllm_omni_session_state.errors import BadFileError, TierFaultError
 from vllm_omni_session_state.tiers import session_file
 from vllm_omni_session_state.tiers.system import System, close_quietly, trying
@@ -101,7 +102,7 @@ def _read(fd: int, *, file: str) -> tuple[session_file.Header, Contents]:
     header = session_file.parse(bytes(head + rest), status.st_size, file=file)
     try:
         tensors = [host_memory(size) for size in header.sizes]
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         raise MemoryError(f"no host memory for the {sum(header.sizes)} bytes of {file}: {error}") from error
     for number, (tensor, checksum) in enumerate(zip(tensors, header.checksums, strict=True)):
         data = view(tensor)
@@ -112,11 +113,8 @@ def _read(fd: int, *, file: str) -> tuple[session_file.Header, Contents]:
 
 def view(storage: torch.UntypedStorage | torch.Tensor) -> memoryview:
     """The bytes of a storage in host memory, or of a contiguous uint8 tensor; by reference."""
-    with torch.inference_mode(False):
-        tensor = storage
-        if isinstance(storage, torch.UntypedStorage):
-            tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return memoryview(tensor.numpy())  # type: ignore[union-attr, arg-type]
+    whole = isinstance(storage, torch.UntypedStorage)
+    return memoryview(memory_of(storage) if whole else bytes_of(storage))  # type: ignore[arg-type]
 
 
 def _write_all(fd: int, data: memoryview, *, file: str) -> None:
