@@ -14,7 +14,7 @@ import torch
 from vllm_omni_session_state import arrays, pack, parking, rebuild, remains, skeleton, slots
 from vllm_omni_session_state.errors import SessionStateError
 from vllm_omni_session_state.reach import Reach
-from vllm_omni_session_state.tiers import disk as disk_tier
+from vllm_omni_session_state.tiers import files
 from vllm_omni_session_state.tiers.disk import DiskTier
 
 
@@ -230,10 +230,10 @@ def no_array_has_memory_of_its_own():
 
 
 def a_file_is_read_into_memory_that_is_not_torchs_own():
-    def host_memory(nbytes, *, pinned=False):
+    def host_memory(nbytes):
         return torch.frombuffer(bytearray(max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
-    return mock.patch.object(disk_tier, "host_memory", host_memory)
+    return mock.patch.object(files, "host_memory", host_memory)
 
 
 def a_file_is_written_through_numpy():
@@ -242,7 +242,7 @@ def a_file_is_written_through_numpy():
             return torch.empty(0, dtype=torch.uint8).set_(owner).numpy()
         return arrays.memory_of(owner)
 
-    return mock.patch.object(disk_tier, "memory_of", memory_of)
+    return mock.patch.object(files, "memory_of", memory_of)
 
 
 CAUGHT_BY = {
