@@ -56,11 +56,12 @@ class _Late:
     def told(self) -> Ledger:
         """The ledger, up to date."""
         while self._later:
-            owner, held = self._later.popitem()
+            owner, held = next(iter(self._later.items()))
             if held is not None:
                 self._ledger.charge(owner, *held)
             elif owner in self._ledger:
                 self._ledger.release(owner)
+            del self._later[owner]
         return self._ledger
 
 
@@ -141,9 +142,14 @@ class Accounts:
         """Bytes that would leave the device if all of these idle sessions did."""
         return sum(self._idle.told().freed_without(owners).values())
 
-    def host_nbytes(self) -> int:
-        """Bytes that the models of all sessions of the table keep in host memory, without what is parked."""
-        return sum(self._host.told().nbytes_by_device().values())
+    def host_nbytes(self, *, without: Iterable[int] = ()) -> int:
+        """Bytes that the models of all sessions of the table keep in host memory, beside what is parked.
+
+        Args:
+            without: Sessions that would not be there.
+        """
+        host = self._host.told()
+        return sum(host.nbytes_by_device().values()) - sum(host.freed_without(without).values())
 
     def detach(self, owner: int, session: object) -> None:
         """A session leaves the table; its charge lives on for as long as somebody holds it."""

@@ -11,9 +11,10 @@ where they are, and says so; before a session is used again, all ranks tell each
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from collections.abc import Callable, Iterable
 from time import perf_counter
+from typing import TypeVar
 
 from vllm_omni_session_state.errors import (
     CannotParkError,
@@ -25,16 +26,18 @@ from vllm_omni_session_state.errors import (
     without_frames,
 )
 from vllm_omni_session_state.events import LOGGER, say_once
-from vllm_omni_session_state.exchange import Exchange, Ranks
+from vllm_omni_session_state.exchange import Exchange
 from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
+from vllm_omni_session_state.levels import Levels
 from vllm_omni_session_state.moves import Move, Moves
 from vllm_omni_session_state.parking import (
     Filed,
     Level,
     Parked,
     Part,
+    count_on_disk,
     fetch,
     lent_by,
     park,
@@ -42,30 +45,35 @@ from vllm_omni_session_state.parking import (
     park_on_disk,
     sink,
 )
-from vllm_omni_session_state.session import Declaration, host_fields
 from vllm_omni_session_state.settlement import held_of
-from vllm_omni_session_state.spill import Spiller
 from vllm_omni_session_state.table import Table
-from vllm_omni_session_state.tiers.disk import FIGURES, DiskTier
+from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier, Parcel
 
+T = TypeVar("T")
 
-class Cascade:
-    """The tiers of one manager, and the moves between them.
+
+def finished(act: Callable[[], T]) -> T:
+    """Do a short thing to its end, also where the process is stopped in the middle of it.
+
+    A signal's exception comes at any line, and once. Then the thing is done again, and the exception goes on.
 
     Args:
-        table: Whose sessions.
-        host: Host memory, ``None``: none is parked there.
-        disk: Files, ``None``: none is parked there.
-        max_parked: Sessions that may be parked at once.
-        exchange: How the ranks tell each other; ``None`` where there is one.
+        act: Of which a second time changes nothing that the first has done.
+    """
+    try:
+        return act()
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            act()
+        raise
+
+
+class Cascade(Levels):
+    """The tiers of one manager, and the moves between them; arguments as for ``Levels``.
 
     Attributes:
-        spiller: Moves older items of a session's lists to the disk, where there is one.
         moves: How long moves took, and how much moved.
-        declaration: What the model declared of one session.
-        engine_nbytes: What an engine keeps of one session in its pool at most, which moves with the rest.
-        ranks: Of which this process is one.
     """
 
     def __init__(
@@ -77,27 +85,8 @@ class Cascade:
         max_parked: int,
         exchange: Exchange | None,
     ) -> None:
-        self.host = host
-        self.disk = disk
-        self.spiller = None if disk is None else Spiller(disk)
-        self.max_parked = max_parked
-        self.declaration: Declaration | None = None
-        self.engine_nbytes = 0
-        self.ranks = Ranks(exchange)
-        self._table = table
+        super().__init__(table, host=host, disk=disk, max_parked=max_parked, exchange=exchange)
         self.moves = Moves()
-
-    def __bool__(self) -> bool:
-        """Whether there is a tier at all."""
-        return self.host is not None or self.disk is not None
-
-    def figures(self) -> dict[str, int]:
-        """Bytes in each tier, of these what sessions have spilled, and what is and was read ahead."""
-        return {
-            "host_parked_nbytes": 0 if self.host is None else self.host.nbytes,
-            **(dict.fromkeys(FIGURES, 0) if self.disk is None else self.disk.figures()),
-            "spilled_nbytes": 0 if self.spiller is None else self.spiller.nbytes,
-        }
 
     def begin(self, key: str) -> bool:
         """Begin to bring a session's file into host memory; whether there is one that is not on its way."""
@@ -105,18 +94,6 @@ class Cascade:
             seat = self._table.seats.get(key)
             held = None if seat is None or seat.moving or seat.parked is None else seat.parked.held
         return isinstance(held, Filed) and self.disk is not None and self.disk.begin(held.ticket)
-
-    @property
-    def on_host(self) -> frozenset[str]:
-        """Names of the values that the model keeps in host memory itself."""
-        return host_fields(self.declaration)
-
-    @property
-    def declared_nbytes(self) -> int | None:
-        """What one session counts on the device where ranks must agree; ``None`` where each is as it is."""
-        if not self.ranks:
-            return None
-        return 0 if self.declaration is None else self.declaration.device_nbytes
 
     def down(self, seat: Seat, *, swap: Parked | None = None) -> Exception | None:
         """Park a session that was taken from the order; returns what refused it, or ``None``.
@@ -126,9 +103,7 @@ class Cascade:
             swap: Where one is that comes up in its place right after. Its tier holds both meanwhile, beyond
                 its budget by no more than that one.
         """
-        table, session = self._table, seat.session
         refused: Exception | None = None
-        parked: Parked | None = None
         began = perf_counter()
         try:
             parked = self._move(seat, swap)
@@ -137,18 +112,31 @@ class Cascade:
             refused = without_frames(error)  # they hold what should have moved
             self._note(seat, refused)
             self.moves.note_failed(Move.PARK_DISK if self.host is None else Move.PARK_HOST)
-            device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
-        held = None if parked is None else held_of(seat, parked)
-        with table.lock:
-            seat.moving = False
-            if parked is None or held is None:
-                table.order.put_back(session.key, seat.place)
-                table.accounts.idle(session.serial, device)
-            else:
+        finally:
+            self.arrive(seat)
+        return None if seat.session.parked else refused
+
+    def arrive(self, seat: Seat) -> None:
+        """A session is on its way no longer: it counts from now on where it is, however its move ended."""
+        finished(lambda: self._arrive(seat))
+
+    def stopped(self, error: BaseException, moving: Iterable[Seat]) -> None:
+        """Where the process is stopped, settle what was on its way by the hand of the one who is stopped."""
+        for seat in () if isinstance(error, Exception) else moving:
+            if seat.moving:
+                self.arrive(seat)
+
+    def _arrive(self, seat: Seat) -> None:
+        table, session, parked = self._table, seat.session, seat.session.gone_to
+        if isinstance(parked, Parked):
+            held = held_of(seat, parked)
+            with table.lock:
                 table.shelve(seat, parked)
                 held.charge(table, session.serial)
-            table.moved.notify_all()
-        return refused
+        else:
+            device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
+            with table.lock:
+                table.stay(seat, device)
 
     def relieve(self) -> None:
         """Move on from host memory what lies there longest, until the rest fits its budget. Never raises."""
@@ -173,45 +161,51 @@ class Cascade:
         except Exception as error:  # noqa: BLE001 - the rest stays where it is
             LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.hosted), error)
 
-    def back(self, seat: Seat, *, no_place: str | None) -> None:
+    def back(self, seat: Seat, lease: object, *, no_place: str | None) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
 
         Args:
             seat: The session's.
+            lease: The caller's.
             no_place: Why it has no place in an engine's pool; then nothing is copied.
 
         Raises:
             SessionRestoreFailedError: It stays parked, whole; with several ranks on all of them.
         """
-        table, session, parked = self._table, seat.session, seat.parked
+        session, parked = seat.session, seat.parked
         failed: Exception | None = None if no_place is None else SessionStateError(no_place)
         assert parked is not None, "only a parked session is brought back"
         part: Part | None = None
+        back = False
         began = perf_counter()
         try:
+            try:
+                if failed is None:
+                    part = fetch(parked, self.host, self.disk)
+                    session.put_back(part)
+            except Exception as error:  # noqa: BLE001 - as above
+                failed = without_frames(error)
+            failed = self.ranks.agree(session.key, parked.level.value, failed)
             if failed is None:
-                part = fetch(parked, self.host, self.disk)
-                session.put_back(part)
-        except Exception as error:  # noqa: BLE001 - as above
-            failed, part = without_frames(error), None
-        failed = self.ranks.agree(session.key, parked.level.value, failed)
-        if failed is None:
-            self._note_move("restore", parked, began)
-            self._discard(parked)
-        else:
-            self.moves.note_failed(Move(f"restore:{parked.level.value}"))
-            if part is not None:
-                session.let_go(part)  # another rank could not
-        with table.lock:
-            seat.moving = False
-            if failed is None:
-                table.unshelve(seat)
-                seat.leases += 1
+                back = True
+                self._note_move("restore", parked, began)
             else:
-                table.shelve(seat, parked)
-            table.moved.notify_all()
+                self.moves.note_failed(Move(f"restore:{parked.level.value}"))
+        finally:
+            if not back and part is not None and not session.parked:
+                session.let_go(part, parked)  # another rank could not, or the process is stopped
+            part = None
+            if back:
+                self._discard(parked)
+                finished(lambda: self._lend(seat, lease))
+            else:
+                self.arrive(seat)
         if failed is not None:
             raise SessionRestoreFailedError(shown(session.key), failed) from failed
+
+    def _lend(self, seat: Seat, lease: object) -> None:
+        with self._table.lock:
+            self._table.unshelve(seat, lease)
 
     def forget(self, seat: Seat) -> None:
         """A session has ended: what is parked of it goes."""
@@ -233,13 +227,14 @@ class Cascade:
     def _move(self, seat: Seat, swap: Parked | None) -> Parked:
         """Park a session in the upper tier, for which others go on, else in the lower one."""
         session, host, disk, table = seat.session, self.host, self.disk, self._table
+        full: TierFullError | None = None
         if session.staging:
             raise CannotParkError(shown(session.key), "it has a window in progress")
         if table.parked - (swap is not None) >= self.max_parked:
             raise CannotParkError(shown(session.key), f"{table.parked} sessions are parked (max_parked)")
         while host is not None:
             try:
-                self._agree(Level.HOST, host, len(table.hosted), swap)
+                self._agree(Level.HOST, host, swap)
                 live = self._live_nbytes() - lent_by(swap, Level.HOST)
                 return self.ranks.moved_or_left(
                     lambda: park(session, host, on_host=self.on_host, live_nbytes=live),  # noqa: B023
@@ -249,15 +244,21 @@ class Cascade:
                 full = without_frames(error)
             if disk is None:
                 raise full
-            if full.wanted > host.budget or not self._sink_oldest(swap):
-                break
+            try:
+                if full.wanted > host.budget or not self._sink_oldest(swap):
+                    break
+            except Exception as error:
+                raise error from full
         assert disk is not None, "there is a tier"
-        self._agree(Level.DISK, disk, table.on_disk, swap)
-        lent = lent_by(swap, Level.DISK)
-        return self.ranks.moved_or_left(
-            lambda: park_on_disk(session, disk, on_host=self.on_host, lent=lent),
-            lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
-        )
+        try:
+            self._agree(Level.DISK, disk, swap)
+            lent = lent_by(swap, Level.DISK)
+            return self.ranks.moved_or_left(
+                lambda: park_on_disk(session, disk, on_host=self.on_host, lent=lent),
+                lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
+            )
+        except TierFullError as error:
+            raise error from full
 
     def _sink_oldest(self, swap: Parked | None = None) -> bool:
         """Move on to the disk what lies in host memory longest; whether there is one to ask.
@@ -267,56 +268,48 @@ class Cascade:
             TierFaultError: If it cannot be written; nothing has changed.
             MemoryError: If the machine has no room; nothing has changed.
         """
-        table, disk, on_host = self._table, self.disk, self.on_host
-        with table.lock:
-            seats = (table.seats[key] for key in table.hosted)
-            seat = next((seat for seat in seats if not seat.unwritable and seat.parked is not swap), None)
-            if seat is None or disk is None:
-                return False
-            there = seat.parked
-            assert there is not None, "it is parked"
-            table.fetch(seat)
-        session, here, refused = seat.session, there, None
-        began = perf_counter()
+        table = self._table
+        going: list[Seat] = []
         try:
-            self._agree(Level.DISK, disk, table.on_disk, swap)
-            lent = lent_by(swap, Level.DISK)
-            here = self.ranks.moved_or_left(
-                lambda: sink(session, there, disk, on_host=on_host, lent=lent),
-                lambda: dataclasses.replace(there, level=Level.DISK),
-            )
-            self._note_move("sink", here, began)
-        except Exception as error:  # noqa: BLE001 - as above
-            refused = without_frames(error)
-        held = held_of(seat, here)
-        with table.lock:
-            seat.moving = False
-            table.shelve(seat, here)
-            held.charge(table, session.serial)
-            table.moved.notify_all()
-        if here.held is not there.held:
-            self._discard(there)
-        if refused is not None:
-            self._note(seat, refused)
-            self.moves.note_failed(Move.SINK)
-            if not isinstance(refused, NotWritableError):
-                raise refused
+            with table.lock:
+                seats = (table.seats[key] for key in table.hosted)
+                seat = next((seat for seat in seats if not seat.unwritable and seat.parked is not swap), None)
+                if seat is None or self.disk is None:
+                    return False
+                going.append(seat)
+                table.fetch(seat)
+            refused = self._sink(seat, self.disk, swap)
+        except BaseException as error:
+            self.stopped(error, going)
+            raise
+        if refused is not None and not isinstance(refused, NotWritableError):
+            raise refused
         return True
 
-    def _live_nbytes(self) -> int:
-        with self._table.lock:
-            return self._table.accounts.host_nbytes()
-
-    def _agree(self, level: Level, tier: HostTier | DiskTier, count: int, swap: Parked | None) -> None:
-        """Refuse by declared sizes what every rank would refuse."""
-        count -= swap is not None and swap.level is level
-        declared = self.declared_nbytes
-        if declared is None:
-            return
-        wanted = tier.charge(declared + self.engine_nbytes)
-        room = max(0, tier.budget - count * wanted)
-        if wanted > room:
-            raise TierFullError(level.value, wanted=wanted, room=room, setting=_SETTINGS[level])
+    def _sink(self, seat: Seat, disk: DiskTier, swap: Parked | None) -> Exception | None:
+        """Move a session that was fetched from host memory on to the disk; what refused it, or ``None``."""
+        session, there, on_host = seat.session, seat.parked, self.on_host
+        assert there is not None, "it is parked"
+        refused: Exception | None = None
+        began = perf_counter()
+        try:
+            self._agree(Level.DISK, disk, swap)
+            lent = lent_by(swap, Level.DISK)
+            moved = self.ranks.moved_or_left(
+                lambda: sink(session, there, disk, on_host=on_host, lent=lent),
+                lambda: count_on_disk(session, there),
+            )
+            self._note_move("sink", moved, began)
+        except Exception as error:  # noqa: BLE001 - as above
+            refused = without_frames(error)
+            self._note(seat, refused)
+            self.moves.note_failed(Move.SINK)
+        finally:
+            self.arrive(seat)
+        here = session.gone_to
+        if isinstance(here, Parked) and here.held is not there.held:
+            self._discard(there)
+        return refused
 
     def _note_move(self, how: str, parked: Parked, began: float) -> None:
         move = Move(f"{how}:{parked.level.value}")
@@ -341,6 +334,3 @@ class Cascade:
             self.host.drop(parked.held)
         elif isinstance(parked.held, Filed) and self.disk is not None:
             self.disk.drop(parked.held.ticket)
-
-
-_SETTINGS = {Level.HOST: "host_budget", Level.DISK: "disk.budget"}

@@ -39,6 +39,7 @@ _OPTION_NAMES = (
     "disk.budget",
     "idle_park_s",
     "expire_s",
+    "idle_drop_s",
     "max_parked",
     "on_lost",
     "video_latents",
@@ -81,6 +82,8 @@ class Settings:
         disk_budget: What the files of one worker may take.
         idle_park_s: Seconds after its last step when a served session is parked; 0 parks none for its age.
         expire_s: Seconds after its last step when a served session that is parked ends; 0 ends none.
+        idle_drop_s: Seconds after its last step when a served session is marked stale: it may be dropped
+            when room is wanted, although nobody may be lost; 0 marks none.
         max_parked: Sessions parked at once.
         on_lost: ``"warn"``, or ``"error"``: refuse a new session rather than lose another.
         video_latents: What becomes of the latents that a model keeps for a later decode of its video.
@@ -101,6 +104,7 @@ class Settings:
     disk_budget: Size | None = None
     idle_park_s: float = 0.0
     expire_s: float = DEFAULT_EXPIRE_S
+    idle_drop_s: float = 0.0
     max_parked: int = DEFAULT_MAX_PARKED
     on_lost: Literal["warn", "error"] = "warn"
     video_latents: VideoLatents = "keep"
@@ -227,6 +231,7 @@ def resolve(
         disk_budget=option("disk.budget", _size, default=None),
         idle_park_s=option("idle_park_s", _seconds, default=0.0),
         expire_s=option("expire_s", _seconds, default=DEFAULT_EXPIRE_S),
+        idle_drop_s=option("idle_drop_s", _seconds, default=0.0),
         max_parked=option("max_parked", _count, default=DEFAULT_MAX_PARKED),
         on_lost=option("on_lost", _on_lost, default="warn"),
         video_latents=option("video_latents", _video_latents, default="keep"),

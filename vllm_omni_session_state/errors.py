@@ -105,14 +105,16 @@ class TierFullError(SessionStateError):
     Attributes:
         tier: Its name.
         wanted: Bytes that should have moved.
-        room: Bytes that are left.
+        room: Bytes that are left; none where it holds more than its budget.
     """
 
     def __init__(self, tier: str, *, wanted: int, room: int, setting: str) -> None:
         self.tier = tier
         self.wanted = wanted
-        self.room = room
-        super().__init__(f"the {tier} tier has {room} bytes left and {wanted} are wanted; raise {setting}")
+        self.room = max(0, room)
+        super().__init__(
+            f"the {tier} tier has {self.room} bytes left and {wanted} are wanted; raise {setting}"
+        )
 
 
 class CannotParkError(SessionStateError):
@@ -176,9 +178,10 @@ class NoRoomError(SessionStateError, RuntimeError):
         why: What is full.
     """
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, *, resting: str = "") -> None:
         self.why = why
-        super().__init__(f"no room for a new session: {why}. Close sessions, or raise what is full")
+        also = f". {resting}" if resting else ""
+        super().__init__(f"no room for a new session: {why}{also}. Close sessions, or raise what is full")
 
 
 class BudgetFixedError(SessionStateError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from vllm_omni_session_state.listing import Whereabouts
@@ -21,17 +21,21 @@ class Seat:
         parked: Where its device part is, ``None`` while it is on the device.
         ending: Whether a drop waits for the last lease to end.
         fresh: Whether nobody has used it yet.
-        place: Where it stood in the order when it was taken out.
+        place: The number of its last use among all uses of all sessions.
+        used_at: When that was, by this process's monotonic clock; shown, and never decided by.
+        stale: Whether the server has said that nobody has stepped it for long, and nobody has since.
         unwritable: Whether a file of what it holds now was refused for good.
     """
 
     session: SessionState
-    leases: int = 0
+    leases: set[object] = field(default_factory=set)
     moving: bool = False
     parked: Parked | None = None
     ending: bool = False
     fresh: bool = True
     place: int = 0
+    used_at: float = 0.0
+    stale: bool = False
     unwritable: bool = False
 
     @property
@@ -40,9 +44,14 @@ class Seat:
         return not self.leases and not self.moving and self.parked is None
 
     @property
+    def resting(self) -> bool:
+        """Whether nobody uses or moves it, on the device or parked."""
+        return not self.leases and not self.moving
+
+    @property
     def used(self) -> bool:
         """Whether somebody uses it, or it is on its way."""
-        return self.leases > 0 or self.moving
+        return bool(self.leases) or self.moving
 
     @property
     def tier(self) -> str:

@@ -75,11 +75,15 @@ class Ledger:
         """
         new = _spans(union(regions) if pile is None else pile.without(regions))
         old = self._charges.get(owner, {})
-        self._charges[owner] = new
-        if pile is not None or owner in self._piles:
-            old, new = self._with_piles(owner, old, new, pile)
-        if new != old:
-            self._replace(old, new)
+        try:
+            self._charges[owner] = new
+            if pile is not None or owner in self._piles:
+                old, new = self._with_piles(owner, old, new, pile)
+            if new != old:
+                self._replace(old, new)
+        except BaseException:
+            self._recount()
+            raise
 
     def release(self, owner: Hashable) -> dict[str, int]:
         """Take back the whole charge of ``owner``.
@@ -92,9 +96,13 @@ class Ledger:
         """
         freed = self.freed_without((owner,))
         gone = self._charge_of(owner)
-        self._piles.pop(owner, None)
-        del self._charges[owner]
-        self._replace(gone, {})
+        try:
+            self._piles.pop(owner, None)
+            del self._charges[owner]
+            self._replace(gone, {})
+        except BaseException:
+            self._recount()
+            raise
         return freed
 
     def regions(self, owner: Hashable) -> tuple[Region, ...]:
@@ -182,6 +190,14 @@ class Ledger:
             device.replace(old.get(name, {}), new.get(name, {}))
             if not device.total:
                 del self._devices[name]
+
+    def _recount(self) -> None:
+        """Count what is charged from nothing: the process was stopped in the middle of a change."""
+        self._devices = {}
+        for owner in self._charges:
+            for name, spans in self._charge_of(owner).items():
+                self._devices.setdefault(name, AddressSpace()).replace({}, spans)
+        self._devices = {name: device for name, device in self._devices.items() if device.total}
 
 
 def _spans(regions: Iterable[Region], *, onto: _Spans | None = None) -> _Spans:

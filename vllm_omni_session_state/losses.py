@@ -20,6 +20,7 @@ class Reason(Enum):
     TIER_FULL = "tier_full"
     EXPIRED = "expired"
     REPLICA = "replica"
+    STALE = "stale"
 
 
 class Losses:

@@ -19,23 +19,20 @@ from typing import Literal
 
 from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
-from vllm_omni_session_state.errors import NoRoomError, SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.eviction import Eviction
 from vllm_omni_session_state.exchange import Exchange
-from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.glance import Glance, is_plain, items_of
-from vllm_omni_session_state.growth import Pile
 from vllm_omni_session_state.ids import session_key, shown
-from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.listing import Entry, entry_of
 from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.outside import Outside
 from vllm_omni_session_state.room import Room
 from vllm_omni_session_state.session import Declaration, SessionState
 from vllm_omni_session_state.settlement import settle
 from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.uses import Uses
 
 
 class SessionStateManager:
@@ -52,6 +49,7 @@ class SessionStateManager:
         max_parked: Sessions that may be parked at once.
         on_lost: With ``"error"`` a new session is refused rather than another one lost, and a step of a
             lost session raises; with ``"warn"`` either is counted and said.
+        idle_drop_s: Seconds after which a server marks a session stale, as the refusals say it; 0: never.
         exchange: How the ranks of one model tell each other how a restore went; ``None`` where there is one
             rank. With it, what is parked follows from the order of requests and from what is declared.
 
@@ -69,6 +67,7 @@ class SessionStateManager:
         disk: DiskTier | None = None,
         max_parked: int = DEFAULT_MAX_PARKED,
         on_lost: Literal["warn", "error"] = "warn",
+        idle_drop_s: float = 0.0,
         exchange: Exchange | None = None,
     ) -> None:
         if type(max_sessions) is not int or max_sessions < 1:
@@ -82,10 +81,11 @@ class SessionStateManager:
             self.cascade,
             max_sessions=max_sessions,
             device_budget=device_budget,
-            on_lost=on_lost,
+            eviction=Eviction(self._table, self.cascade, on_lost=on_lost, idle_drop_s=idle_drop_s),
         )
         self.declaration = declaration
-        self._glances: dict[str, Glance | None] = {}  # of what is outside, by its name
+        self._uses = Uses(self._table, self.cascade, self.room)
+        self._outside = Outside(self._table)
 
     @property
     def declaration(self) -> Declaration | None:
@@ -109,13 +109,8 @@ class SessionStateManager:
             SessionStateLostError: If it was lost and ``on_lost`` is ``"error"``.
             NoRoomError: If it is new, there is no room and ``on_lost`` is ``"error"``.
         """
-        seat = self._find(session_key(session_id), lease=True)
-        try:
-            yield seat.session
-        except BaseException:
-            self._end_lease(seat)
-            raise
-        self._end_lease(seat)
+        with self._leased(session_key(session_id)) as session:
+            yield session
         self.room.enforce()
 
     def get_or_create_session(self, session_id: str | None) -> SessionState:
@@ -131,7 +126,7 @@ class SessionStateManager:
             SessionStateLostError: As for ``lease()``.
             NoRoomError: As for ``lease()``.
         """
-        return self._find(session_key(session_id), lease=False).session
+        return self._uses.begin(session_key(session_id), None).session
 
     def prepare(self, session_id: str | None, *, new: bool = True) -> bool:
         """Bring a session to the device, or make room for a new one, ahead of a lease on it.
@@ -151,15 +146,22 @@ class SessionStateManager:
                 self.cascade.ranks.meet(key, place)
             if not new:
                 return seat is not None
+            if seat is None:
+                self._uses.refuse_the_lost(key)
             why = self.room.make_place(key)
-            if why is not None and self.room.loses_nobody:
-                raise NoRoomError(why)  # else it is the engine that drops its oldest session
+            if why is not None and self.room.eviction.loses_nobody:
+                raise self.room.eviction.refusal(why)  # else it is the engine that drops its oldest session
         if parked or seat is None:
-            self._end_lease(self._find(key, lease=True, count=False))
+            with self._leased(key, count=False):
+                pass
         return True
 
-    def park(self, session_id: str | None) -> bool:
+    def park(self, session_id: str | None, *, until: float | None = None) -> bool:
         """Park a session that nobody uses, also while the budgets have room for it.
+
+        Args:
+            session_id: Which.
+            until: When to wait no longer for one that is on its way, by the monotonic clock.
 
         Returns:
             Whether it is parked now; one that is in use or not there is not.
@@ -167,7 +169,18 @@ class SessionStateManager:
         Raises:
             CannotParkError: It stays on the device, and the error says why.
         """
-        return self.room.send(session_key(session_id))
+        return self.room.send(session_key(session_id), until=until)
+
+    def mark_stale(self, session_id: str | None) -> bool:
+        """Say that nobody has stepped a session for long: it may go when room is wanted. A use unmarks it.
+
+        Returns:
+            Whether it is marked; one that is in use or not there is not.
+
+        Raises:
+            TypeError: For an id that is no string.
+        """
+        return self.room.eviction.mark(session_key(session_id))
 
     def restore(self, session_id: str | None) -> bool:
         """Bring a parked session back; where the budgets have no room for it, it is parked again.
@@ -191,64 +204,28 @@ class SessionStateManager:
         """
         return self.cascade.begin(session_key(session_id))
 
-    def _find(self, key: str, *, lease: bool, count: bool = True) -> Seat:
-        """The seat of a session that is on the device; waits, restores and makes room as it must."""
-        table, asked, why = self._table, False, None
-        while True:
-            with table.lock:
-                seat = table.arrived(key)
-                if seat is None:
-                    seat = self._newcomer(key)
-                if seat is not None and seat.parked is None:
-                    table.touch(seat, lease=lease, count=count)
-                    return seat
-                if seat is not None:
-                    if not lease:
-                        raise SessionParkedError(shown(key))
-                    if asked:
-                        table.fetch(seat)
-            if seat is None:
-                self.room.make()
-            elif asked:
-                self.cascade.back(seat, no_place=why)
-                return seat
-            else:
-                why, asked = self.room.make_place(key), True
+    @contextmanager
+    def _leased(self, key: str, *, count: bool = True) -> Iterator[SessionState]:
+        lease = object()
+        try:
+            yield self._uses.begin(key, lease, count=count).session
+        finally:
+            try:
+                self._end(key, lease)
+            finally:
+                self._end(key, lease)  # a stop of the process can come before the first one has begun
 
-    def _newcomer(self, key: str) -> Seat | None:
-        """A new session's seat; ``None`` while there is no room for one. Lock held."""
-        reason = self._table.losses.reason(key)
-        if reason is not None and self.room.on_lost == "error":
-            raise SessionStateLostError(shown(key), reason.value)
-        return None if self.room.crowded() else self._table.open(key)
+    def _end(self, key: str, lease: object) -> None:
+        if self._uses.end(key, lease):
+            self.drop_session(key)
 
-    def _end_lease(self, seat: Seat) -> None:
-        """Never raises but for an end too many: it runs after a forward's own body."""
-        if self._table.end_lease(seat, *self.settle(seat.session)):
-            self.drop_session(seat.session.key)
-
-    def settle(self, session: SessionState) -> tuple[tuple[Region, ...], Pile | None]:
-        """Charge a session for what it holds now. Never raises: it runs after a forward's own body.
-
-        Returns:
-            What it holds on the device, and the pile of what it holds there as well.
-        """
-        return settle(session, self._table, self.declaration)
+    def settle(self, session: SessionState) -> None:
+        """Charge a session for what it holds now. Never raises: it runs after a forward's own body."""
+        settle(session, self._table, self.declaration)
 
     def charge_outside(self, name: str, *values: object) -> None:
-        """Say what the host keeps of sessions outside of them, under a name of its own.
-
-        Tensors, or lists of tensors, that are the same as the last time are not walked again.
-        """
-        items = items_of(values)
-        last = self._glances.get(name)
-        if last is not None and last.same(items):
-            return
-        regions = footprint(*values).regions
-        glance = Glance(items) if all(map(is_plain, items)) else None
-        with self._table.lock:
-            self._table.accounts.charge_outside(name, regions)
-            self._glances[name] = glance
+        """Say what the host keeps of sessions outside of them, under a name of its own."""
+        self._outside.charge(name, *values)
 
     def drop_session(self, session_id: str | None) -> bool:
         """End a session and free all it holds, also for whoever still holds it.

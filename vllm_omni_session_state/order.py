@@ -25,35 +25,40 @@ class RecencyOrder:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
     def __iter__(self) -> Iterator[str]:
         """Keys, oldest first."""
         return iter(self._keys)
 
-    def use(self, key: str) -> None:
-        """Make ``key`` the most recent one, adding it where it is absent."""
+    def use(self, key: str) -> int:
+        """Make ``key`` the most recent one, adding it where it is absent; returns the number of this use."""
         self._uses += 1
         self._keys[key] = self._uses
         self._keys.move_to_end(key)
+        return self._uses
 
-    def remove(self, key: str) -> int:
-        """Take ``key`` out; returns its place, for ``put_back()``.
+    def remove(self, key: str) -> None:
+        """Take ``key`` out.
 
         Raises:
             KeyError: If it is not in the order; what is removed was once added.
         """
-        return self._keys.pop(key)
+        del self._keys[key]
 
     def put_back(self, key: str, place: int) -> None:
-        """Undo a ``remove()``: the key stands where it stood, whatever was used meanwhile."""
+        """Undo a ``remove()``: the key stands where it stood, whatever was used meanwhile.
+
+        Args:
+            key: The key.
+            place: The number of its last use. A second call of the same changes nothing.
+        """
         last = next(reversed(self._keys.values()), 0)
         self._keys[key] = place
         if place > last:
             return  # behind all others, as most are
         self._keys = OrderedDict(sorted(self._keys.items(), key=lambda item: item[1]))
-
-    def oldest(self) -> str | None:
-        """The least recently used key, or ``None`` where there is none."""
-        return next(iter(self._keys), None)
 
     def check(self) -> None:
         """Assert that keys stand in the order of their last uses. An expensive no-op."""

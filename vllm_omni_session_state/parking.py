@@ -108,14 +108,21 @@ def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], li
     part = session.part(lambda name: name not in on_host)
     packed, stayed = _apart(session, part, on_host)
     parcel = tier.put(packed.storages, live_nbytes=live_nbytes)
-    say_what_stays(packed.stays)
-    packed.stays.clear()
-    names = names_of(packed.skeleton)
-    storages: dict[int, Memory] = dict(enumerate(packed.storages))
-    packed.storages.clear()
-    session.let_go(part)
-    del part
-    return Parked(Level.HOST, packed.skeleton, parcel, still_there(storages, names), stayed=stayed)
+    try:
+        say_what_stays(packed.stays)
+        packed.stays.clear()
+        names = names_of(packed.skeleton)
+        watched: dict[int, Memory] = dict(enumerate(packed.storages))
+        packed.storages.clear()
+        parked = Parked(Level.HOST, packed.skeleton, parcel, watched, stayed=stayed)
+        session.let_go(part, parked)
+        part.clear()
+    except BaseException:
+        if not session.parked:
+            tier.drop(parcel)
+        raise
+    watched.update(still_there(watched, names))
+    return parked
 
 
 def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[str]) -> Parked:
@@ -123,8 +130,10 @@ def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[s
 
     What lies in an engine's pool must leave it all the same, or this rank's pool is fuller than the others'.
     If it cannot be taken out, for want of memory, it is given up: to bring the session back then fails, on
-    all ranks, until it is closed.
+    all ranks, until it is closed. A session that has left, before something failed, stays where it went.
     """
+    if isinstance(session.gone_to, Parked):
+        return session.gone_to
     try:
         part = session.part(lambda name: name not in on_host)
     except Exception as error:  # noqa: BLE001 - of whatever kind: the other ranks have parked theirs by now
@@ -138,8 +147,9 @@ def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[s
             error,
         )
     packed, stayed = _apart(session, part, on_host)
-    session.let_go(part)
-    return Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)), stayed=stayed)
+    parked = Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)), stayed=stayed)
+    session.let_go(part, parked)
+    return parked
 
 
 def lent_by(swap: Parked | None, level: Level) -> int:
@@ -187,9 +197,15 @@ def sink(
         As ``park_on_disk()``, after which it is parked as it was.
     """
     if not isinstance(parked.held, Parcel):
-        return dataclasses.replace(parked, level=Level.DISK)
+        return count_on_disk(session, parked)
     here = session.part(lambda name: name in on_host or name in parked.stayed)
     return _file(session, parked, here, disk, on_host=on_host, lent=lent)
+
+
+def count_on_disk(session: SessionState, parked: Parked) -> Parked:
+    """Have a session that is parked in host memory count as one on the disk; what it holds stays."""
+    session.gone_to = moved = dataclasses.replace(parked, level=Level.DISK)
+    return moved
 
 
 def _file(
@@ -219,19 +235,27 @@ def _file(
     rebuild.prove(written, storages)
     pieces = [*parts, *_readable(packed.storages), *written.extra]
     ticket = disk.put(written.document, pieces, session=fingerprint(session.key).hex(), lent=lent)
-    filed = Filed(ticket, (*devices, *(storage.device for storage in packed.storages)))
-    names = names_of(packed.skeleton)
-    watched: dict[int, Memory] = {**gone.alive, **dict(enumerate(packed.storages, len(parts)))}
-    watched.update(enumerate(written.owners, len(storages)))
-    names.update((index, {name}) for index, name in enumerate(written.names, len(storages)))
-    session.let_go(here)
+    parked: Parked | None = None
+    try:
+        filed = Filed(ticket, (*devices, *(storage.device for storage in packed.storages)))
+        names = names_of(packed.skeleton)
+        watched: dict[int, Memory] = {**gone.alive, **dict(enumerate(packed.storages, len(parts)))}
+        watched.update(enumerate(written.owners, len(storages)))
+        names.update((index, {name}) for index, name in enumerate(written.names, len(storages)))
+        host = frozenset(index for index in watched if names[index] <= on_host)
+        parked = Parked(Level.DISK, None, filed, watched, host)
+        session.let_go(here, parked)
+    except BaseException:
+        if session.gone_to is not parked:
+            disk.drop(ticket)
+        raise
     session.pile = None  # its lists will be others
     emptied = (here, gone.alive, *gone.skeleton.values(), written.extra, written.owners, pieces, storages)
     for holder in emptied:
         holder.clear()
     packed.dissolve()
-    alive = still_there(watched, names)
-    return Parked(Level.DISK, None, filed, alive, frozenset(i for i in alive if names[i] <= on_host))
+    watched.update(still_there(watched, names))
+    return parked
 
 
 def _apart(session: SessionState, part: Part, on_host: AbstractSet[str]) -> tuple[Packed, frozenset[str]]:

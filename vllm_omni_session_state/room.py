@@ -6,32 +6,20 @@ budget nothing ever moves. Several ranks choose alike: by the order of requests 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from vllm_omni_session_state.cascade import Cascade
 from vllm_omni_session_state.config import ENV_MAX_SESSIONS
-from vllm_omni_session_state.errors import BudgetFixedError, CannotParkError, NoRoomError
-from vllm_omni_session_state.events import LOGGER, say_once
+from vllm_omni_session_state.errors import BudgetFixedError, CannotParkError
+from vllm_omni_session_state.events import say_once
+from vllm_omni_session_state.eviction import Eviction, Refused
 from vllm_omni_session_state.ids import session_key, shown
 from vllm_omni_session_state.lease import Seat
-from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.parking import Parked
+from vllm_omni_session_state.pool import Pool
 from vllm_omni_session_state.table import Table
-
-
-class Pool(Protocol):
-    """Places that an engine has for sessions on the device; it is asked under the table's lock as well."""
-
-    @property
-    def places(self) -> int:
-        """How many there are."""
-
-    def holds(self, key: str) -> bool:
-        """Whether a session has one."""
-
-    def has_place(self, key: str) -> bool:
-        """Whether a session has one or can have one now."""
 
 
 class Room:
@@ -42,7 +30,7 @@ class Room:
         cascade: Where they go.
         max_sessions: Sessions on the device.
         device_budget: Bytes on the device of sessions that nobody uses, ``None``: any.
-        on_lost: ``"error"`` refuses a new session rather than lose another one.
+        eviction: Who is lost where nobody can leave unharmed.
 
     Attributes:
         pool: Where sessions on the device need a place; ``None``: nowhere.
@@ -56,13 +44,13 @@ class Room:
         *,
         max_sessions: int,
         device_budget: int | None,
-        on_lost: Literal["warn", "error"],
+        eviction: Eviction,
     ) -> None:
         self.cascade = cascade
         self.max_sessions = max_sessions
         self._device_budget = device_budget
         self._most: int | None = None
-        self.on_lost = on_lost
+        self.eviction = eviction
         self.pool: Pool | None = None
         self.sizes_pool = False
         self._table = table
@@ -82,6 +70,11 @@ class Room:
             raise BudgetFixedError(nbytes, most=self._most)
         self._device_budget = nbytes
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the device has no more than was reserved: then no newcomer may exceed the budget."""
+        return self._most is not None
+
     def fix_device_budget(self) -> None:
         """The rest of the device has been given away: from now on the budget can only become smaller."""
         self._most = self._device_budget
@@ -97,42 +90,56 @@ class Room:
         }
         return {name: value for name, value in held.items() if value is not None}
 
-    def crowded(self) -> bool:
-        """Whether a new session must wait for room that an idle one can give. Lock held."""
+    def crowded(self, *, paid: bool) -> bool:
+        """Whether a new session must wait for room that an idle one can give. Lock held.
+
+        Args:
+            paid: Whether another one was lost for it already. Bytes that others hold beyond a budget are
+                not its to pay for, unless they would be missing on the device.
+        """
         if not len(self._table.order):
             return False  # every session is in use: none of them can be asked
-        return self._on_device() >= self.max_sessions or (bool(self.cascade) and self._excess() > 0)
+        if self._on_device() >= self.max_sessions:
+            return True
+        return bool(self.cascade) and (self.fixed or not paid) and self._excess(newcomers=1) > 0
 
-    def make(self) -> None:
-        """Park the least recently used session that can be parked, else lose the least recently used one.
+    def make(self) -> bool:
+        """Park the least recently used session that can be parked, else lose as many as make the room.
+
+        Returns:
+            Whether somebody was lost.
 
         Raises:
-            NoRoomError: If none can be parked, and ``on_lost`` is ``"error"`` or there is a disk to keep
-                sessions on; nobody was lost.
+            NoRoomError: If none can be parked, nobody may be lost, and those that are stale give too little.
         """
-        why = f"{self.max_sessions} sessions are kept ({ENV_MAX_SESSIONS})"
-        tried: set[str] = set()
-        while self.cascade and (seat := self._choose(tried, newcomers=1)) is not None:
-            refused = self.cascade.down(seat)
-            if refused is None:
-                return
-            why = str(refused)
-        if self.loses_nobody:
-            raise NoRoomError(why)
-        reason = Reason.TIER_FULL if self.cascade else Reason.COUNT
-        key = self._table.lose_oldest(reason)
-        if key is not None:
-            LOGGER.warning(
-                "session %s is lost (%s): a new one came and %s; its rollout starts over at its next step",
-                shown(key),
-                reason.value,
-                why,
-            )
+        refused: list[Refused] = []
+        while self.cascade:
+            seat, why = self._park(functools.partial(self._choose, refused, newcomers=1))
+            if seat is None:
+                break
+            if why is None:
+                return False
+            refused.append(Refused(seat, why))
+        with self._table.lock:
+            before = self._excess(newcomers=1)
 
-    @property
-    def loses_nobody(self) -> bool:
-        """Whether a new session is refused rather than another one lost."""
-        return self.on_lost == "error" or self.cascade.disk is not None
+        def met(gone: Sequence[Seat]) -> bool:
+            left = [seat for seat in gone if seat.idle]
+            if len(left) == len(self._table.order):
+                return True  # nobody is left to be asked
+            over = self._excess(newcomers=1, without=left)
+            fits = not over or (over < before and not self.fixed)
+            return self._on_device() - len(left) < self.max_sessions and (fits or not self.cascade)
+
+        full = f"{self.max_sessions} sessions are kept ({ENV_MAX_SESSIONS})"
+        full = str(refused[-1].why) if refused else full
+        lost = self.eviction.make(met, self._park_again, refused, why=full)
+        if lost or not self.eviction.loses_nobody:
+            return lost
+        with self._table.lock:
+            if met(()):
+                return False  # somebody has left meanwhile
+        raise self.eviction.refusal(full)
 
     def has_lost(self, session_id: str | None) -> bool:
         """Whether a session was lost and its client does not know it yet."""
@@ -142,36 +149,69 @@ class Room:
     def make_place(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
 
+        Where none can be parked, as many are lost as make the place, if any may.
+
         Returns:
             Why it has none; ``None`` if it has one.
         """
-        pool, tried = self.pool, set[str]()
+        pool = self.pool
         if pool is None or not self.cascade or pool.has_place(key):
             return None
-        why = f"{pool.places} sessions have their KV in the engine's pool, and all of them are in use"
+        refused: list[Refused] = []
+        with self._table.lock:
+            comer = self._table.seats.get(key)
+            swap = None if comer is None else comer.parked
+
+        def holder() -> Seat | None:
+            asked = [each.seat for each in refused]
+            idle = (self._table.seats[other] for other in self._table.order)
+            return next((seat for seat in idle if seat not in asked and pool.holds(seat.session.key)), None)
+
         while not pool.has_place(key):
-            with self._table.lock:
-                idle = (self._table.seats[other] for other in self._table.order if other not in tried)
-                seat = next((seat for seat in idle if pool.holds(seat.session.key)), None)
-                if seat is not None:
-                    tried.add(seat.session.key)
-                    self._take(seat)
-                comer = self._table.seats.get(key)
+            seat, why = self._park(holder, swap=swap)
             if seat is None:
-                return why
-            refused = self.cascade.down(seat, swap=None if comer is None else comer.parked)
-            if refused is not None:
-                why = str(refused)
-        return None
+                break
+            if why is not None:
+                refused.append(Refused(seat, why))
+        else:
+            return None
+        full = f"{pool.places} sessions have their KV in the engine's pool, and all of them are in use"
+        full = str(refused[-1].why) if refused else full
+
+        def met(gone: Sequence[Seat]) -> bool:
+            return pool.has_place(key) or any(seat.idle and pool.holds(seat.session.key) for seat in gone)
+
+        self.eviction.make(
+            met,
+            functools.partial(self._park_again, swap=swap),
+            refused,
+            why=full,
+            but=key,
+            swap=swap,
+        )
+        return None if pool.has_place(key) else full
 
     def enforce(self) -> None:
-        """Park idle sessions until the rest fits the budget, each asked at most once. Never raises."""
-        tried: set[str] = set()
-        while self.cascade and (seat := self._choose(tried, newcomers=0)) is not None:
-            self.cascade.down(seat)
+        """Park idle sessions until the rest fits the budget, each asked at most once. Never raises.
+
+        Where none can be parked and the device has no more, as many are lost as make it fit, if any may.
+        """
+        refused: list[Refused] = []
+        asked = False
+        while self.cascade:
+            seat, why = self._park(functools.partial(self._choose, refused, newcomers=0))
+            if seat is None:
+                break
+            asked = True
+            if why is not None:
+                refused.append(Refused(seat, why))
         self.cascade.relieve()
+        if not asked:
+            return
+        if refused and self.fixed:
+            self._shrink(refused)
         with self._table.lock:
-            over = self._excess() if tried else 0
+            over = self._excess()
         if over > 0:
             say_once(
                 logging.WARNING,
@@ -182,8 +222,21 @@ class Room:
                 self.device_budget,
             )
 
-    def send(self, key: str) -> bool:
+    def _shrink(self, refused: Sequence[Refused]) -> None:
+        def met(gone: Sequence[Seat]) -> bool:
+            return not self._excess(without=[seat for seat in gone if seat.idle], least=self._own_nbytes)
+
+        with self._table.lock:
+            latest = list(self._table.order)[-1:]  # it fits, or was reserved more than it declared
+        but = latest[0] if latest else None
+        self.eviction.make(met, self._park_again, refused, why=str(refused[-1].why), but=but)
+
+    def send(self, key: str, *, until: float | None = None) -> bool:
         """Park one session that nobody uses, whatever the budgets say.
+
+        Args:
+            key: The session's.
+            until: When to wait no longer for one that is on its way, by the monotonic clock.
 
         Returns:
             Whether it is parked now; a session in use is not, nor one that is not there.
@@ -192,55 +245,95 @@ class Room:
             CannotParkError: If there is no tier, or it was refused; the session is where it was.
         """
         with self._table.lock:
-            seat = self._table.arrived(key)
-            if seat is None or not seat.idle:
-                return seat is not None and seat.parked is not None
+            there = self._table.arrived(key, until=until)
+            if there is not None and there.moving:
+                raise CannotParkError(shown(key), "it is on its way, and nobody waits for it any longer")
+            if there is None or not there.idle:
+                return there is not None and there.parked is not None
             if not self.cascade:
                 raise CannotParkError(
                     shown(key), "there is nowhere to park it; set host_budget, or disk.path and disk.budget"
                 )
-            self._take(seat)
-        refused = self.cascade.down(seat)
-        if refused is not None:
-            raise CannotParkError(shown(key), refused)
-        return True
+        seat, why = self._park(lambda: there if self._stands(there) else None)
+        if why is not None:
+            raise CannotParkError(shown(key), why)
+        return seat is not None
+
+    def _park(
+        self, choose: Callable[[], Seat | None], *, swap: Parked | None = None
+    ) -> tuple[Seat | None, Exception | None]:
+        """Park an idle session: whom, if anybody, and what refused it, if anything did.
+
+        Args:
+            choose: Says whom. Called with the lock held.
+            swap: As for ``Cascade.down()``.
+        """
+        going: list[Seat] = []
+        try:
+            with self._table.lock:
+                seat = choose()
+                if seat is None:
+                    return None, None
+                going.append(seat)
+                seat.moving = True
+                self._table.take(seat)
+            return seat, self.cascade.down(seat, swap=swap)
+        except BaseException as error:
+            self.cascade.stopped(error, going)
+            raise
+
+    def _park_again(self, seat: Seat, *, swap: Parked | None = None) -> Exception | None:
+        """Park a session that was refused before, if it still stands where it stood."""
+        return self._park(lambda: seat if self._stands(seat) else None, swap=swap)[1]
+
+    def _stands(self, seat: Seat) -> bool:
+        return seat.idle and self._table.seats.get(seat.session.key) is seat
 
     def _on_device(self) -> int:
         return len(self._table.seats) - self._table.parked
 
-    def _excess(self) -> int:
+    @property
+    def _own_nbytes(self) -> int:
+        """What a model declared of one session on the device."""
+        declaration = self.cascade.declaration
+        return 0 if declaration is None else declaration.device_nbytes
+
+    def _excess(self, *, newcomers: int = 0, without: Sequence[Seat] = (), least: int = 0) -> int:
+        """Bytes of idle sessions beyond the budget. Lock held.
+
+        Args:
+            newcomers: Sessions that will be there too, where the device has no more than was reserved.
+            without: Those of the idle ones that are not counted.
+            least: What the budget is at least.
+        """
         budget, declared = self.device_budget, self.cascade.declared_nbytes
         if budget is None:
             return 0
-        held = self._table.accounts.idle_nbytes() if declared is None else declared * len(self._table.order)
-        return max(0, held - budget)
+        if declared is None:
+            accounts = self._table.accounts
+            held = accounts.idle_nbytes() - accounts.freed_without(seat.session.serial for seat in without)
+        else:
+            held = declared * (len(self._table.order) - len(without))
+        if newcomers and self.fixed:  # one session at least was reserved, however small the budget is
+            held, least = held + newcomers * self._own_nbytes, self._own_nbytes
+        return max(0, held - max(budget, least))
 
-    def _choose(self, tried: set[str], *, newcomers: int) -> Seat | None:
-        """The next session to park, taken out of the order; ``None`` where none would help.
+    def _choose(self, refused: Sequence[Refused], *, newcomers: int) -> Seat | None:
+        """The next session to park; ``None`` where none would help. Lock held.
 
         Args:
-            tried: Keys that are not asked again; the answer's is added.
+            refused: Those that are not asked again.
             newcomers: Sessions for which a place on the device is wanted beside those that are there.
         """
-        table = self._table
-        with table.lock:
-            seats = (table.seats[key] for key in table.order if key not in tried)
-            if self._on_device() + newcomers > self.max_sessions:
-                seat = next(seats, None)
-            else:
-                seat = self._oldest_that_helps(seats)
-            if seat is not None:
-                tried.add(seat.session.key)
-                self._take(seat)
-            return seat
+        asked = {each.seat.session.key for each in refused}
+        seats = (self._table.seats[key] for key in self._table.order if key not in asked)
+        if self._on_device() + newcomers > self.max_sessions:
+            return next(seats, None)
+        return self._oldest_that_helps(seats, self._excess(newcomers=newcomers))
 
-    def _take(self, seat: Seat) -> None:
-        self._table.take(seat)
-        seat.moving = True
-
-    def _oldest_that_helps(self, seats: Iterator[Seat]) -> Seat | None:
+    def _oldest_that_helps(self, seats: Iterator[Seat], excess: int) -> Seat | None:
         """The oldest session whose going helps to bring the bytes under the budget. Lock held."""
-        accounts, excess = self._table.accounts, self._excess()
+        accounts = self._table.accounts
         if self.cascade.declared_nbytes is not None:
             return next(seats, None) if excess else None
         going: list[Seat] = []

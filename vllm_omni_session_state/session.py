@@ -67,9 +67,10 @@ class SessionState:
         serial: Its number in the order of creation, unique in this process.
         attrs: Values that the manager only carries, by name.
         pile: What its growing lists reached at the last settlement.
+        gone_to: Of a parked session, what it was let go of for.
     """
 
-    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "key", "pile", "serial")
+    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "gone_to", "key", "pile", "serial")
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -78,6 +79,7 @@ class SessionState:
         self._objects: dict[str, StateObject[Any, Any]] = {}
         self._away: tuple[dict[str, object], dict[str, StateObject[Any, Any]]] | None = None
         self.pile: growth.Pile | None = None
+        self.gone_to: object = None
 
     @property
     def objects(self) -> dict[str, StateObject[Any, Any]]:
@@ -147,15 +149,33 @@ class SessionState:
         _, objects = self._away or (self.attrs, self._objects)
         return {id(obj.live): name for name, obj in objects.items() if choose(name) and obj.live is not None}
 
-    def let_go(self, part: dict[str, dict[str, object]]) -> None:
-        """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch."""
-        attrs, objects = self._away = self._away or (self.attrs, self._objects)
-        for name in part["objects"]:
-            objects[name]._release()  # noqa: SLF001 - not evict(): what is freed is judged for all at once
-        for name in part["attrs"]:
-            attrs[name] = None  # its place in the order stays
-        self.attrs = _Sealed(self.key)
-        self._objects = _Sealed(self.key)
+    def let_go(self, part: dict[str, dict[str, object]], to: object = None) -> None:
+        """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch.
+
+        All of it or nothing, also where the process is stopped on the way: ``gone_to`` tells.
+
+        Args:
+            part: What is dropped.
+            to: What brings it back.
+        """
+        before = self._away, self.gone_to, self.attrs, self._objects
+        attrs, objects = away = self._away or (self.attrs, self._objects)
+        sealed: tuple[_Sealed, _Sealed] = _Sealed(self.key), _Sealed(self.key)
+        released: list[str] = []
+        try:
+            for name in part["objects"]:
+                released.append(name)
+                objects[name]._release()  # noqa: SLF001 - not evict(): freed is judged for all at once
+            for name in part["attrs"]:
+                attrs[name] = None  # its place in the order stays
+        except BaseException:
+            for name in released:
+                if not isinstance(objects[name], PagedKV) or not objects[name].resident:
+                    objects[name].import_payload(part["objects"][name])
+            attrs.update(part["attrs"])
+            self._away, self.gone_to, self.attrs, self._objects = before
+            raise
+        self._away, self.gone_to, (self.attrs, self._objects) = away, to, sealed
 
     def put_back(self, part: dict[str, Any]) -> None:
         """Take back what was let go of; afterwards the session is as it was.
@@ -169,18 +189,21 @@ class SessionState:
             for name, payload in part["objects"].items():
                 objects[name].import_payload(payload)
                 back.append(objects[name])
-        except BaseException:
+            attrs.update(part["attrs"])
+        except BaseException as error:
+            if not isinstance(error, Exception):  # no refusal: it is not known which of them are there
+                back = [objects[name] for name in part["objects"]]
             for obj in back:
                 obj._release()  # noqa: SLF001 - as above
+            attrs.update(dict.fromkeys(part["attrs"]))
             raise
-        attrs.update(part["attrs"])
-        self.attrs, self._objects, self._away = attrs, objects, None
+        self.attrs, self._objects, self._away, self.gone_to = attrs, objects, None, None
 
     def reset(self) -> None:
         """Reset every object, staged payloads too, and forget every attribute; also of a parked session."""
         if self._away is not None:
             self.attrs, self._objects = self._away
-            self._away = None
+            self._away = self.gone_to = None
         for obj in self._objects.values():
             obj.reset()
         self.attrs.clear()

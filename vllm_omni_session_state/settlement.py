@@ -33,6 +33,16 @@ def settle(
     Returns:
         What its model keeps on the device, and the pile of what it keeps there as well.
     """
+    try:
+        return _settle(session, table, declaration)
+    except BaseException:  # the process is stopped, and the pile may be half of what it should be
+        session.pile = None
+        raise
+
+
+def _settle(
+    session: SessionState, table: Table, declaration: Declaration | None
+) -> tuple[tuple[Region, ...], Pile | None]:
     on_device, on_host, engine = session.roles(host_fields(declaration))
     # One role's lists may grow; lists of the other one beside them are walked as any value is.
     growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from vllm_omni_session_state import rebuild, skeleton
@@ -32,16 +32,27 @@ at each step grow.
 class Spiller:
     """Moves items of buffers to one disk tier.
 
-    Attributes:
-        nbytes: Of the segments' files.
+    Args:
+        tier: The tier.
     """
 
     def __init__(self, tier: DiskTier) -> None:
-        self.nbytes = 0
+        self._nbytes: Counter[str] = Counter()  # of the segments' files, by a session's hashed identity
         self.orphans: deque[Ticket] = deque()  # filled by the garbage collector, at any time in any thread
         self._tier = tier
         self._lock = threading.Lock()
         self._failed: weakref.WeakKeyDictionary[LatentBuffer[Any], int] = weakref.WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the segments' files."""
+        with self._lock:
+            return self._nbytes.total()
+
+    def nbytes_of(self, key: str) -> int:
+        """Of the segments' files of one session."""
+        with self._lock:
+            return self._nbytes[fingerprint(key).hex()]
 
     def spill(self, key: str, buffer: LatentBuffer[Any]) -> None:
         """Move the oldest items of an append buffer to the disk, once there are enough of them.
@@ -96,7 +107,9 @@ class Spiller:
         """Remove a segment's file."""
         self._tier.drop(ticket)
         with self._lock:
-            self.nbytes -= ticket.nbytes
+            self._nbytes[ticket.session] -= ticket.nbytes
+            if not self._nbytes[ticket.session]:
+                del self._nbytes[ticket.session]
 
     def _write(self, key: str, items: list[Any]) -> _OnDisk:
         packed = pack(items)
@@ -106,7 +119,7 @@ class Spiller:
             written.document, [*packed.storages, *written.extra], session=fingerprint(key).hex()
         )
         with self._lock:
-            self.nbytes += ticket.nbytes
+            self._nbytes[ticket.session] += ticket.nbytes
         return _OnDisk(self, ticket, len(items))
 
 

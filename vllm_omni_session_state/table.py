@@ -6,6 +6,7 @@ Each method says whether it takes the lock or wants it held. None of them copies
 from __future__ import annotations
 
 import threading
+import time
 
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.growth import Pile
@@ -27,8 +28,6 @@ class Table:
         order: Keys of the idle seats, oldest first.
         accounts: Charges by a session's serial number.
         losses: Who was lost.
-        parked: How many are parked,
-        on_disk: and how many of them on the disk.
         hosted: Keys of those that are parked in host memory and not on their way, longest unused first.
     """
 
@@ -41,12 +40,31 @@ class Table:
         self.accounts = Accounts()
         self.losses = Losses()
         self.hits = self.misses = self.evictions = self.parks = self.restores = 0
-        self.parked = self.on_disk = 0
+        self._shelved: set[str] = set()  # keys of the parked ones, also while they are on their way
+        self._filed: set[str] = set()  # of these on the disk
 
-    def arrived(self, key: str) -> Seat | None:
-        """The seat of that key, once it is not on its way. Lock held; a wait gives it up meanwhile."""
+    @property
+    def parked(self) -> int:
+        """How many are parked."""
+        return len(self._shelved)
+
+    @property
+    def on_disk(self) -> int:
+        """How many of them on the disk."""
+        return len(self._filed)
+
+    def arrived(self, key: str, *, until: float | None = None) -> Seat | None:
+        """The seat of that key, once it is not on its way. Lock held; a wait gives it up meanwhile.
+
+        Args:
+            key: The key.
+            until: When to wait no longer, by the monotonic clock; then the seat is still on its way.
+        """
         while (seat := self.seats.get(key)) is not None and seat.moving:
-            self.moved.wait()
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self.moved.wait(left)
         return seat
 
     def place(self, key: str) -> str:
@@ -63,36 +81,72 @@ class Table:
     def open(self, key: str) -> Seat:
         """Seat a new session. Lock held."""
         self.misses += 1
-        seat = self.seats[key] = Seat(SessionState(key))
-        self.accounts.open(seat.session.serial)
-        self.order.use(key)
+        seat = Seat(SessionState(key))
+        try:
+            self.accounts.open(seat.session.serial)
+            self._use(seat)
+            self.seats[key] = seat
+        except BaseException:  # the process is stopped
+            if key in self.order:
+                self.order.remove(key)
+            raise
         return seat
 
-    def touch(self, seat: Seat, *, lease: bool, count: bool) -> None:
-        """A session on the device is used. Lock held."""
-        if not seat.leases:
+    def _use(self, seat: Seat) -> None:
+        seat.place, seat.used_at = self.order.use(seat.session.key), time.monotonic()
+
+    def touch(self, seat: Seat, *, lease: object, count: bool) -> None:
+        """A session on the device is used. Lock held.
+
+        Args:
+            seat: The session's.
+            lease: The use that begins, ``None`` where it is for this moment only.
+            count: Whether it counts as a hit or a miss.
+        """
+        idle = not seat.leases
+        if lease is not None:
+            seat.leases.add(lease)
+        if idle:
             if count:
                 self.hits += not seat.fresh
                 seat.fresh = False
-            if lease:
+            if lease is not None:
                 self.take(seat)
             else:
-                self.order.use(seat.session.key)
-        seat.leases += lease
+                self._use(seat)
 
     def take(self, seat: Seat) -> None:
         """An idle session leaves the order: it is used, or it moves. Lock held."""
-        seat.place, seat.unwritable = self.order.remove(seat.session.key), False
+        self.order.remove(seat.session.key)
+        seat.unwritable = False
         self.accounts.lease(seat.session.serial)
+
+    def stay(self, seat: Seat, device: tuple[Region, ...]) -> None:
+        """A session that was on its way is on the device, idle, where it was in the order. Lock held.
+
+        Args:
+            seat: The session's.
+            device: What it holds there.
+        """
+        seat.moving = False
+        self._forget_parked(seat.session.key)
+        seat.parked = None
+        self.order.put_back(seat.session.key, seat.place)
+        self.accounts.idle(seat.session.serial, device)
+        self.moved.notify_all()
 
     def shelve(self, seat: Seat, parked: Parked) -> None:
         """A session has come to a tier, or has stayed where it was parked. Lock held."""
+        seat.moving = False
         self.parks += seat.parked is None
-        self._count(seat.parked, -1)
-        self._count(parked, 1)
+        self._forget_parked(seat.session.key)
         seat.parked = parked
-        if parked.level is Level.HOST:
+        self._shelved.add(seat.session.key)
+        if parked.level is Level.DISK:
+            self._filed.add(seat.session.key)
+        else:
             self.hosted.put_back(seat.session.key, seat.place)
+        self.moved.notify_all()
 
     def fetch(self, seat: Seat) -> None:
         """A parked session goes on its way to another place. Lock held."""
@@ -101,22 +155,27 @@ class Table:
         if seat.parked.level is Level.HOST:
             self.hosted.remove(seat.session.key)
 
-    def unshelve(self, seat: Seat) -> None:
-        """A session that was fetched is on the device again. Lock held."""
-        self._count(seat.parked, -1)
+    def unshelve(self, seat: Seat, lease: object) -> None:
+        """A session that was fetched is on the device again, in a lease. Lock held."""
+        seat.leases.add(lease)
+        seat.moving = False
+        self.restores += seat.parked is not None
+        self._forget_parked(seat.session.key)
         seat.parked = None
-        self.restores += 1
+        self.moved.notify_all()
 
-    def _count(self, parked: Parked | None, by: int) -> None:
-        if parked is not None:
-            self.parked += by
-            self.on_disk += by * (parked.level is Level.DISK)
+    def _forget_parked(self, key: str) -> None:
+        self._shelved.discard(key)
+        self._filed.discard(key)
+        if key in self.hosted:
+            self.hosted.remove(key)
 
-    def end_lease(self, seat: Seat, device: tuple[Region, ...], pile: Pile | None) -> bool:
+    def end_lease(self, seat: Seat, lease: object, device: tuple[Region, ...], pile: Pile | None) -> bool:
         """One use has ended. Takes the lock.
 
         Args:
             seat: The session's.
+            lease: The use.
             device: What it holds on the device now,
             pile: with a pile of it.
 
@@ -124,25 +183,38 @@ class Table:
             Whether a drop was waiting for this.
         """
         with self.lock:
-            assert seat.leases > 0, "a lease ended twice"
-            seat.leases -= 1
+            seat.leases.discard(lease)
             if seat.leases:
                 return False
-            self.order.use(seat.session.key)
+            self._use(seat)
             self.accounts.idle(seat.session.serial, device, pile)
             return seat.ending
 
-    def lose_oldest(self, reason: Reason) -> str | None:
-        """Take the least recently used session out of the table only; its key. Takes the lock."""
-        with self.lock:
-            key = self.order.oldest()
-            if key is not None:
-                self.order.remove(key)
-                session = self.seats.pop(key).session
-                self.accounts.detach(session.serial, session)
-                self.evictions += 1
-                self.losses.record(key, reason)
-            return key
+    def resting(self, *, but: str | None = None, stale: bool = False) -> list[Seat]:
+        """Those that nobody uses or moves, wherever they are, longest unused first. Lock held.
+
+        Args:
+            but: The key of one that is left out.
+            stale: Whether only those count that are marked stale.
+        """
+        there = (seat for key, seat in self.seats.items() if seat.resting and key != but)
+        return sorted((seat for seat in there if seat.stale or not stale), key=lambda seat: seat.place)
+
+    def lose(self, seat: Seat, reason: Reason) -> None:
+        """Take a session that nobody uses or moves out of the table. Lock held.
+
+        What one on the device holds stays for whoever holds the session, and counts as detached.
+        """
+        key, session = seat.session.key, seat.session
+        del self.seats[key]
+        self.losses.record(key, reason)
+        self.evictions += 1
+        if seat.parked is None:
+            self.order.remove(key)
+            self.accounts.detach(session.serial, session)
+        else:
+            self._forget_parked(key)
+            self.accounts.close(session.serial)
 
     def remove(self, key: str) -> Seat | None:
         """Take a session out, unless it is in use: then its seat is marked. Takes the lock.
@@ -162,9 +234,7 @@ class Table:
             if seat.parked is None:
                 self.order.remove(key)
             else:
-                self._count(seat.parked, -1)
-                if seat.parked.level is Level.HOST:
-                    self.hosted.remove(key)
+                self._forget_parked(key)
             self.accounts.close(seat.session.serial)
             return seat
 
@@ -196,9 +266,10 @@ class Table:
         """Assert that seats, order and accounts speak of the same sessions. An expensive no-op."""
         with self.lock:
             self.order.check()
-            parked = [seat.parked.level for seat in self.seats.values() if seat.parked is not None]
-            said = self.parked, self.on_disk
-            assert said == (len(parked), parked.count(Level.DISK)), f"{said} are said to be parked, on disk"
+            parked = {key: seat.parked.level for key, seat in self.seats.items() if seat.parked is not None}
+            assert self._shelved == set(parked), "others are parked than those that are said to be"
+            on_disk = {key for key, level in parked.items() if level is Level.DISK}
+            assert self._filed == on_disk, "others are on the disk than those that are said to be"
             idle = {key for key, seat in self.seats.items() if seat.idle}
             assert set(self.order) == idle, "the order is of the idle sessions"
             hosted = {
@@ -209,8 +280,11 @@ class Table:
             self.hosted.check()
             assert set(self.hosted) == hosted, "the order of what is parked in host memory is of others"
             assert all(key == seat.session.key for key, seat in self.seats.items()), "a session is misfiled"
+            places = [seat.place for seat in self.resting()]
+            assert len(set(places)) == len(places), "two sessions were used at once"
+            in_order = [self.seats[key].place for key in self.order]
+            assert in_order == sorted(in_order), "the order is not that of the last uses"
             for seat in self.seats.values():
-                assert seat.leases >= 0, "leases below none"
                 assert not (seat.leases and seat.parked), "a session in use is parked"
                 assert seat.moving or seat.session.parked is (seat.parked is not None), "in two places"
             self.accounts.check(

@@ -267,7 +267,7 @@ def test_with_every_park_failing_nothing_is_lost_and_the_overrun_is_said_once(al
     forget_said()
     manager = model.pipeline._memory_manager
     manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=0)
-    manager.room.on_lost = "error"
+    manager.room.eviction.on_lost = "error"
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         outputs = {(SESSIONS[0], round_): step(model, SESSIONS[0], round_) for round_ in range(3)}
         with pytest.raises(NoRoomError, match="no room for a new session: the host tier has 0 bytes left"):
@@ -282,7 +282,7 @@ def test_a_session_that_the_runner_evicts_is_counted_and_with_error_it_does_not_
 ):
     with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=2) as model:
         manager = model.pipeline._memory_manager
-        manager.room.on_lost = "error"
+        manager.room.eviction.on_lost = "error"
         for session in SESSIONS[:3]:
             step(model, session, 0)
         assert manager.stats()["lost:kv_eviction"] == 1

@@ -148,7 +148,11 @@ def test_a_window_that_is_full_keeps_the_video(rollouts):
 def test_a_session_that_left_the_table_keeps_its_files_for_as_long_as_somebody_holds_it(rollouts):
     rollouts.steps(2 * FEW + 1)
     view, nbytes = rollouts.pipeline.state, rollouts.disk_nbytes
-    rollouts.manager._table.lose_oldest(Reason.COUNT)
+    table = rollouts.manager._table
+    with table.lock:
+        (oldest,) = table.seats.values()
+        table.lose(oldest, Reason.COUNT)
+    del oldest
     assert torch.equal(view.get_concatenated_video_latents(), torch.cat(rollouts.kept["a"], dim=2))
     assert rollouts.disk_nbytes == nbytes > 0
     del view

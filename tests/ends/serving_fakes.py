@@ -62,6 +62,11 @@ class Engine:
         return [key for method, args in self.calls if method == "session_state_park" for key in args]
 
     @property
+    def marked(self):
+        """The ids of each call that marks sessions stale."""
+        return [args for method, args in self.calls if method == "session_state_mark_stale"]
+
+    @property
     def expired(self):
         """Every id that was to end if it is parked, in order."""
         return [key for method, args in self.calls if method == "session_state_expire" for key in args]

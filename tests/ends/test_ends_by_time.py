@@ -212,10 +212,98 @@ async def test_an_end_waits_for_the_expiry_of_its_session_that_is_under_way():
 class Hasty(Ends):
     """A mutant: an end does not wait for an earlier one of its session."""
 
-    async def _deliver(self, key, live, earlier):
-        await super()._deliver(key, live, None)
+    def _before_steps(self, key, call):
+        self._arriving.pop(key, None)
+        super()._before_steps(key, call)
 
 
 def test_an_end_that_does_not_wait_for_an_earlier_one_is_caught():
     with pytest.raises(AssertionError, match="its expiry is under way"):
         asyncio.run(an_end_that_comes_while_its_session_expires_waits_for_that(Hasty))
+
+
+class Marking:
+    """Workers that mark sessions, which takes a while, and fail as often as they are told."""
+
+    def __init__(self, failures=0):
+        self.failures = failures
+        self.marked = []
+        self.marking = asyncio.Event()
+
+    async def mark(self, key):
+        self.marking.set()
+        await asyncio.sleep(0.02)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("rank 1: away")
+        self.marked.append(key)
+
+
+@run
+async def test_a_session_that_nobody_steps_is_marked_stale_once_and_its_next_step_starts_the_clock_anew():
+    workers = Marking()
+    server = Server(mark=workers.mark, idle_drop_s=0.2)
+    gate = asyncio.Event()
+    running = asyncio.create_task(server.step("busy", until=gate))
+    for _ in range(3):
+        await server.step("x")
+        await asyncio.sleep(0.08)
+    assert workers.marked == [], "its last step was a moment ago"
+    await asyncio.sleep(0.3)
+    assert workers.marked == ["x"], "and one with a step under way is not asked"
+    assert "x" in server.ends, "it goes on"
+    gate.set()
+    await running
+    await server.step("x")
+    await asyncio.sleep(0.4)
+    assert sorted(workers.marked) == ["busy", "x", "x"]
+
+
+@run
+async def test_a_step_that_comes_while_its_session_is_marked_waits_so_that_it_unmarks():
+    workers = Marking()
+    server = Server(mark=workers.mark, idle_drop_s=0.02)
+    await server.step("x")
+    await workers.marking.wait()
+    assert workers.marked == []
+    await server.step("x")
+    assert workers.marked == ["x"]
+    server.ends.end("x")
+    await asyncio.sleep(0.1)
+    assert workers.marked == ["x"], "one that has ended is not marked"
+    assert server.arrived == ["x"]
+
+
+@run
+async def test_an_end_and_an_expiry_come_after_the_mark_that_is_on_its_way():
+    came = []
+
+    async def mark(key):
+        await asyncio.sleep(0.05)
+        came.append("mark")
+
+    async def expire(key):
+        came.append("expire")
+        return False
+
+    server = Server(mark=mark, idle_drop_s=0.02, expire=expire, expire_s=0.03)
+    await server.step("x")
+    await asyncio.sleep(0.045)
+    server.ends.end("x")
+    await asyncio.sleep(0.1)
+    assert came == ["mark", "expire"]
+    assert server.arrived == ["x"]
+
+
+def test_a_mark_that_fails_is_said_and_tried_again(caplog):
+    @run
+    async def scenario():
+        workers = Marking(failures=1)
+        server = Server(mark=workers.mark, idle_drop_s=0.02)
+        await server.step("x")
+        await asyncio.sleep(0.2)
+        assert workers.marked == ["x"]
+
+    with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
+        scenario()
+    assert caplog.text.count("was not marked: RuntimeError: rank 1: away") == 1

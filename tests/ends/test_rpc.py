@@ -162,6 +162,21 @@ def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(mode
         manager.cascade.host = None
 
 
+def test_sessions_are_marked_stale_by_call_and_a_step_unmarks(model, worker):
+    manager = model.pipeline._memory_manager
+    step(model, "a", "b")
+    assert not manager.room.eviction.clock
+    assert only(worker.session_state_mark_stale())["stale"] == []
+    assert manager.room.eviction.clock
+    assert only(worker.session_state_mark_stale("a", "nobody", "b"))["stale"] == [True, False, True]
+    step(model, "b")
+    stale = {key for key, seat in manager._table.seats.items() if seat.stale}
+    assert stale == {"a"}
+    with manager.lease("a"):
+        assert only(worker.session_state_mark_stale("a"))["stale"] == [False]
+    assert not manager._table.seats["a"].stale
+
+
 def test_only_what_is_parked_expires_with_its_kv_and_is_counted_as_lost(model, worker):
     from vllm_omni_session_state.tiers.host import HostTier
 

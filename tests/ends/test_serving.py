@@ -263,6 +263,23 @@ def test_parked_sessions_expire_by_the_servers_clock_where_there_is_a_tier(optio
     served(scenario, options=options)
 
 
+@pytest.mark.parametrize("options", [{"idle_drop_s": 0.05}, {"idle_drop_s": 0}, {}])
+def test_idle_sessions_are_marked_stale_by_the_servers_clock_and_the_workers_know_that_there_is_one(options):
+    async def scenario(objects):
+        await asyncio.sleep(0.02)
+        assert objects.engine.marked == ([()] if options.get("idle_drop_s") else []), "before any step"
+        robots = [asyncio.create_task(objects.connect(Socket(obs(key), silent=True))) for key in "rst"]
+        await asyncio.sleep(0.2)
+        marked = [key for keys in objects.engine.marked for key in keys]
+        assert sorted(marked) == (["r", "s", "t"] if options.get("idle_drop_s") else [])
+        assert len(objects.engine.marked) < 4, "what falls due together goes together"
+        for robot in robots:
+            robot.cancel()
+        await asyncio.wait(robots)
+
+    served(scenario, options=options)
+
+
 def test_idle_park_s_without_a_host_budget_is_said_and_ignored(caplog):
     forget_said()
 

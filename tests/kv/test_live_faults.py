@@ -139,17 +139,32 @@ def test_a_fault_midway_in_a_park_refuses_who_is_new_and_leaves_the_others_whole
     three.step(3, 0, 1, 2, 3)
 
 
-def test_where_losing_is_allowed_the_engine_drops_its_oldest_and_the_others_go_on(served, monkeypatch):
+def test_where_losing_is_allowed_who_was_not_used_for_longest_is_lost_and_the_others_go_on(
+    served, monkeypatch
+):
     three = served(**HOST)
     three.step(0, 1, 2)
     mend, _ = fails_after(monkeypatch, HostTier, "put", error=MemoryError("no room"))
     three.step(3)
-    assert three.manager.stats()["lost:kv_eviction"] == 1
+    assert three.manager.stats()["lost:tier_full"] == 1
     assert three.crowd.name(0) not in three.places()
     three.step(1, 2, 3)
     mend()
     three.done.pop(0)
     three.step(0, 1, 2, 3)
+
+
+def test_abandoned_sessions_that_fill_host_memory_go_before_any_that_lives(served):
+    three = served(**HOST)
+    three.step(0, 1, 2, 3)
+    three.manager.cascade.host.budget = three.manager.cascade.host.nbytes * 5 // 4
+    assert three.place(0) == "host"
+    three.step(4, 2, 3, 4, 2)
+    assert three.crowd.name(0) not in three.places(), "it was used before any other"
+    assert three.place(1) == "host"
+    assert three.manager.stats()["lost:tier_full"] == 1
+    assert "lost:kv_eviction" not in three.manager.stats()
+    three.step(3, 4, 2)
 
 
 @pytest.mark.parametrize("where", RESTORING)

@@ -55,15 +55,17 @@ def test_a_pool_for_three_serves_two_hundred_bit_for_bit(dreamzero_checkpoint, l
 
 
 def test_a_session_that_its_manager_lost_starts_over_from_nothing_also_in_the_engine(crowd, alone, load):
-    """The cap takes it out of the table alone; its KV must not be another rollout's beginning."""
+    """Its KV must not be another rollout's beginning, and keeps no place in the pool."""
     model = load()
     manager, one = model.pipeline._memory_manager, crowd.name(0)
     manager.room.max_sessions = 1
-    for key in ((0, 0), (0, 1), (0, 2), (1, 0)):
+    for key in ((0, 0), (0, 1), (0, 2)):
         crowd.run(model, key)
-    assert manager.stats()["lost:count"] == 1
     lost = model.runner._sessions[one]
-    assert crowd.run(model, (0, 0)).equals(alone[0, 0])
+    crowd.run(model, (1, 0))
+    assert manager.stats()["lost:count"] == 1
     assert lost._closed
+    assert one not in model.runner._sessions
+    assert crowd.run(model, (0, 0)).equals(alone[0, 0])
     assert model.runner._sessions[one] is not lost
     assert crowd.run(model, (0, 1)).equals(alone[0, 1])

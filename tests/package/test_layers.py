@@ -14,7 +14,10 @@ ROWS = (
     ("__init__", "testing", "ab", "cli", "plugin"),
     ("omni",),
     ("adapters",),
-    ("table", "settlement", "exchange", "cascade", "room", "manager"),
+    (
+        *("table", "settlement", "outside", "exchange", "levels", "cascade", "eviction"),
+        *("pool", "room", "uses", "manager"),
+    ),
     (
         *("slots", "arrays", "pack", "atoms", "skeleton", "rebuild", "page_locked", "transfer", "tiers"),
         *("spill", "remains", "parking", "lease"),

@@ -114,7 +114,7 @@ def test_a_newcomer_is_refused_where_all_is_full_and_the_others_go_on():
 
 
 def test_a_larger_session_does_not_take_the_place_of_a_smaller_one_in_a_full_tier():
-    manager = manager_of(places=1, tier=HostTier(budget=SLAB))
+    manager = manager_of(places=1, tier=HostTier(budget=SLAB), on_lost="error")
     step(manager, "a")
     step(manager, "b")
     with manager.lease("b") as session:

@@ -113,6 +113,8 @@ class Rank:
         forget_said()
         if action == "drop":
             outcome = self.manager.drop_session(key)
+        elif action == "mark":
+            outcome = self.manager.mark_stale(key)
         elif action == "park":
             try:
                 outcome = self.manager.park(key)
@@ -163,12 +165,13 @@ def together(ranks, pool, action, key):
     host=st.none() | st.integers(0, 3),
     disk=st.none() | st.integers(0, 3),
     strict=st.booleans(),
+    fixed=st.booleans(),
     faults=st.tuples(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20))),
-    steps=st.lists(st.tuples(st.sampled_from(["use"] * 5 + ["drop", "park"]), KEYS), max_size=30),
+    steps=st.lists(st.tuples(st.sampled_from(["use"] * 7 + ["drop", "park", "mark"]), KEYS), max_size=30),
 )
 @sized(2000)
 def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
-    cap, budget, host, disk, strict, faults, steps
+    cap, budget, host, disk, strict, fixed, faults, steps
 ):
     meeting = Meeting()
     ranks = [
@@ -185,6 +188,8 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
     ]
     for rank, fails_at in zip(ranks, faults, strict=True):
         rank.fails_at = fails_at
+        if fixed:
+            rank.manager.room.fix_device_budget()
     with ThreadPoolExecutor(2) as pool:
         for action, key in steps:
             first, second = together(ranks, pool, action, key)
@@ -328,6 +333,30 @@ def test_a_message_has_one_size_and_says_what_fits(about, said, failed):
     whole = failed.encode(errors="backslashreplace").decode().rstrip("\0")
     assert whole.startswith(word.failed)
     assert word.failed == whole or len(whole.encode()) > SIZE - 200
+
+
+@pytest.mark.parametrize("on_lost", ["warn", "error"])
+def test_who_is_lost_is_the_same_on_both_though_each_holds_other_bytes(on_lost):
+    meeting = Meeting()
+    ranks = [
+        Rank(number, meeting, max_sessions=9, device_budget=DECLARED, host=3, on_lost=on_lost)
+        for number in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for key in "edcba":
+            together(ranks, pool, "use", key)
+        for key in ("d", "b"):
+            together(ranks, pool, "mark", key)
+        gone = []
+        for key in "fgh":
+            first, second = together(ranks, pool, "use", key)
+            assert first == second
+            gone.append((first[0].partition(":")[0], sorted({*"abcde"} - set(first[4]))))
+    assert gone == (
+        [("new", ["e"]), ("new", ["d", "e"]), ("new", ["c", "d", "e"])]
+        if on_lost == "warn"
+        else [("new", ["d"]), ("new", ["b", "d"]), ("NoRoomError", ["b", "d"])]
+    )
 
 
 def test_a_session_counts_as_declared_however_little_a_rank_holds_of_it():

@@ -214,7 +214,7 @@ class RoomMachine(RuleBasedStateMachine):
             self.refused(key, refusal)
 
     def refused(self, key, refusal):
-        strict = self.manager.room.on_lost == "error"
+        strict = self.manager.room.eviction.on_lost == "error"
         if isinstance(refusal, SessionRestoreFailedError):
             assert self.manager.peek(key).parked, "it is where it was"
         else:

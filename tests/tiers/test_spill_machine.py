@@ -166,7 +166,10 @@ class SpillMachine(RuleBasedStateMachine):
         oldest = next(iter(self.manager._table.order), None)
         if oldest is not None:
             self.held = [self.manager.peek(oldest)] * hold
-            self.manager._table.lose_oldest(Reason.COUNT)
+            table = self.manager._table
+            with table.lock:
+                table.lose(table.seats[oldest], Reason.COUNT)
+            del table
             wanted = self.model.pop(oldest)
             if hold and self.fault is None:
                 assert list(map(described, whole(self.held[-1]).get(FIELD).view())) == wanted

@@ -146,6 +146,7 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
         )
     runner._session_capacity = min(places)
     manager.cascade.engine_nbytes = max(nbytes)
+    budgets.say_too_small(manager.cascade)
     manager.room.pool = RunnerPool(runner)
 
 

@@ -125,6 +125,7 @@ def _manage(
         disk=disk,
         max_parked=settings.max_parked,
         on_lost=settings.on_lost,
+        idle_drop_s=settings.idle_drop_s,
         exchange=exchange,
     )
     has_budget = bool(manager.cascade) and bounds.device is not None
@@ -139,6 +140,7 @@ def _manage(
             disk.close()
         raise
     load.manager = weakref.ref(manager)
+    budgets.say_too_small(manager.cascade)
     show_in_the_clear(settings.show_ids)
     LOGGER.info(
         "session state manager (experimental) is on for %s: %d sessions are kept, %s",

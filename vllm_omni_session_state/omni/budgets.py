@@ -12,6 +12,7 @@ from vllm_omni_session_state.config import Settings
 from vllm_omni_session_state.events import say_once
 
 if TYPE_CHECKING:
+    from vllm_omni_session_state.levels import Levels
     from vllm_omni_session_state.tiers.disk import DiskTier
 
 
@@ -100,6 +101,21 @@ def disk_tier(bounds: Bounds, *, keep: bool) -> tuple[DiskTier | None, str]:
 def say_no_disk(why: str) -> None:
     """Say that there is no disk tier although one is asked for."""
     _ignored("disk tier", f"no session is parked on the disk: {why}")
+
+
+def say_too_small(levels: Levels) -> None:
+    """Say of each tier that has no room for one session, as its model declares it, once at WARNING."""
+    for setting, budget, wanted in levels.too_small():
+        say_once(
+            logging.WARNING,
+            ("too small", setting),
+            "%s=%d has room for no session: a model of this kind declares %d bytes of one. Few or none are "
+            "parked there; raise %s to a multiple of that",
+            setting,
+            budget,
+            wanted,
+            setting,
+        )
 
 
 def _file_system_nbytes(folder: Path) -> int:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_omni_session_state.errors import SessionStateError
 from vllm_omni_session_state.events import LOGGER, say_rarely
@@ -45,6 +46,7 @@ class _Live:
         expiry: Ends it, while it is kept.
         parking: Parks it, while no step is under way.
         aging: Asks whether it is parked and ends it then, while no step is under way.
+        marking: Marks it stale, while no step is under way.
     """
 
     owners: set[object] = field(default_factory=set)
@@ -54,10 +56,17 @@ class _Live:
     expiry: asyncio.TimerHandle | None = None
     parking: asyncio.TimerHandle | None = None
     aging: asyncio.TimerHandle | None = None
+    marking: asyncio.TimerHandle | None = None
 
     def cease(self) -> None:
         """No timer acts on it any more."""
-        for timer in (self.expiry, self.parking, self.aging):
+        self.go()
+        if self.expiry is not None:
+            self.expiry.cancel()
+
+    def go(self) -> None:
+        """It is stepped: it grows old no longer."""
+        for timer in (self.parking, self.aging, self.marking):
             if timer is not None:
                 timer.cancel()
 
@@ -81,6 +90,8 @@ class Ends:
         expire: Ends a session in the workers if it is parked there; whether it is gone. An exception is said
             and changes nothing here.
         expire_s: Seconds after its last step when a parked session ends; 0 ends none.
+        mark: Marks a session stale in the workers. An exception is said, and it is tried again.
+        idle_drop_s: Seconds after its last step when a session is marked stale; 0 marks none.
         begin: Has the workers begin to bring a session back whose step waits behind others'. An exception is
             said and changes nothing here.
     """
@@ -95,6 +106,8 @@ class Ends:
         idle_park_s: float = 0.0,
         expire: Callable[[str], Awaitable[bool]] | None = None,
         expire_s: float = 0.0,
+        mark: Callable[[str], Awaitable[None]] | None = None,
+        idle_drop_s: float = 0.0,
         begin: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._close = close
@@ -104,6 +117,8 @@ class Ends:
         self._idle_park_s = idle_park_s
         self._expire = expire
         self._expire_s = expire_s
+        self._mark = mark
+        self._idle_drop_s = idle_drop_s
         self._begin = begin
         self._steps: dict[object, str] = {}  # under way, of all sessions, in the order in which they came
         self._sent: set[asyncio.Task[None]] = set()
@@ -138,9 +153,7 @@ class Ends:
         self._steps[this] = key
         if len(self._steps) - 1 in _SOON:
             self._come_soon(key)
-        for timer in (live.parking, live.aging):
-            if timer is not None:
-                timer.cancel()
+        live.go()
         try:
             yield
         finally:
@@ -204,13 +217,21 @@ class Ends:
         if live is None:
             return
         live.cease()
-        task = asyncio.get_running_loop().create_task(self._deliver(key, live, self._arriving.get(key)))
-        self._arriving[key] = task
+        self._before_steps(key, self._deliver(key, live))
+
+    def _before_steps(self, key: str, call: Coroutine[Any, Any, None]) -> None:
+        """Have the workers do something for which a step of that session waits, behind what waits already."""
+        earlier = self._arriving.get(key)
+
+        async def arrive() -> None:
+            if earlier is not None:
+                await asyncio.wait({earlier})
+            await call
+
+        task = self._arriving[key] = asyncio.get_running_loop().create_task(arrive())
         task.add_done_callback(lambda done: self._arrived(key, done))
 
-    async def _deliver(self, key: str, live: _Live, earlier: asyncio.Task[None] | None) -> None:
-        if earlier is not None:
-            await asyncio.wait({earlier})
+    async def _deliver(self, key: str, live: _Live) -> None:
         await live.quiet.wait()
         try:
             await self._close(key)
@@ -224,6 +245,37 @@ class Ends:
             live.parking = loop.call_later(self._idle_park_s, self._send, key, self._park, "was not parked")
         if self._expire is not None and self._expire_s:
             live.aging = loop.call_later(self._expire_s, self._end_old, key, live, self._expire)
+        self._mark_later(key, live)
+
+    def tell_the_time(self, tell: Callable[[], Awaitable[None]]) -> None:
+        """Have the workers know that sessions are going to be marked."""
+
+        async def send() -> None:
+            try:
+                await tell()
+            except Exception as error:  # noqa: BLE001 - serving goes on
+                LOGGER.warning("idle_drop_s marks nobody: %s: %s", type(error).__name__, error)
+
+        task = asyncio.get_running_loop().create_task(send())
+        self._sent.add(task)
+        task.add_done_callback(self._sent.discard)
+
+    def _mark_later(self, key: str, live: _Live) -> None:
+        if self._mark is not None and self._idle_drop_s:
+            loop = asyncio.get_running_loop()
+            live.marking = loop.call_later(self._idle_drop_s, self._mark_old, key, live, self._mark)
+
+    def _mark_old(self, key: str, live: _Live, mark: Callable[[str], Awaitable[None]]) -> None:
+        async def tell() -> None:
+            try:
+                await mark(key)
+            except Exception as error:  # noqa: BLE001 - the session goes on
+                self._say(key, "session %s was not marked stale", error)
+                if self._live.get(key) is live and not self._over:
+                    self._mark_later(key, live)
+
+        # A step that comes meanwhile waits, so that it unmarks what is marked before it.
+        self._before_steps(key, tell())
 
     def _end_old(self, key: str, live: _Live, expire: Callable[[str], Awaitable[bool]]) -> None:
         async def ask() -> None:
@@ -242,8 +294,7 @@ class Ends:
                 live.aging = loop.call_later(self._expire_s, self._end_old, key, live, expire)
 
         # As an end: a step that comes meanwhile waits until it is known whether it goes on or starts over.
-        task = self._arriving[key] = asyncio.get_running_loop().create_task(ask())
-        task.add_done_callback(lambda done: self._arrived(key, done))
+        self._before_steps(key, ask())
 
     def _come_soon(self, key: str) -> None:
         if self._begin is not None:

@@ -23,7 +23,7 @@ from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import inside, seams
 from vllm_omni_session_state.omni.imports import when_imported
-from vllm_omni_session_state.omni.named import Act, Named, about
+from vllm_omni_session_state.omni.named import Named, about
 from vllm_omni_session_state.omni.sleep import hook_shutdown, hook_sleep
 
 Answer = dict[str, Any]
@@ -178,8 +178,7 @@ def park(worker: Any, *names: str | None, **only: bool) -> Answer:
     Returns:
         As for ``close``; each rank has ``parked`` too: for each name, whether it is parked now.
     """
-    what = "a session was not parked"
-    return _move(worker, names, lambda manager: manager.park, word="parked", otherwise=what, **only)
+    return _move(worker, names, SessionStateManager.park, "parked", "a session was not parked", **only)
 
 
 def restore(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -190,15 +189,7 @@ def restore(worker: Any, *names: str | None, **only: bool) -> Answer:
         One for which the budget has no room is parked again.
     """
     what = "a session was not restored"
-    return _move(
-        worker,
-        names,
-        lambda manager: manager.restore,
-        word="restored",
-        otherwise=what,
-        meets=True,
-        **only,
-    )
+    return _move(worker, names, SessionStateManager.restore, "restored", what, meets=True, **only)
 
 
 def begin_restore(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -208,7 +199,18 @@ def begin_restore(worker: Any, *names: str | None, **only: bool) -> Answer:
         As for ``close``; each rank has ``begun`` too: for each name, whether it is being read.
     """
     what = "a session was not read ahead"
-    return _move(worker, names, lambda manager: manager.begin_restore, word="begun", otherwise=what, **only)
+    return _move(worker, names, SessionStateManager.begin_restore, "begun", what, **only)
+
+
+def mark_stale(worker: Any, *names: str | None, **only: bool) -> Answer:
+    """Mark sessions that nobody has stepped for ``idle_drop_s``; without a name: say that one would be.
+
+    Returns:
+        As for ``close``; each rank has ``stale`` too: for each name, whether it is marked.
+    """
+    if (manager := manager_of(worker)) is not None:
+        manager.room.eviction.clock = True
+    return _move(worker, names, SessionStateManager.mark_stale, "stale", "a session was not marked", **only)
 
 
 def expire(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -248,6 +250,7 @@ METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_restore": restore,
     "session_state_begin_restore": begin_restore,
     "session_state_expire": expire,
+    "session_state_mark_stale": mark_stale,
 }
 """By the name under which the worker class has them."""
 
@@ -273,17 +276,17 @@ def _end(worker: Any, how: str, names: Iterable[str | None], *, only_idle: bool,
 def _move(
     worker: Any,
     names: Iterable[str | None],
-    move: Callable[[SessionStateManager], Act],
-    *,
+    move: Callable[[SessionStateManager, str], bool],
     word: str,
-    otherwise: str,
+    what: str,
+    *,
     meets: bool = False,
     **only: bool,
 ) -> Answer:
     def move_all() -> Answer:
         manager = _manager(worker)
         named = Named(manager, names, manager.keys(), **only)
-        done = named.each(move(manager), what=otherwise, meets=meets)
+        done = named.each(lambda key: move(manager, key), what=what, meets=meets)
         return named.answer(**{word: done})
 
     return on_every_rank(move_all, ("found", "used", word))

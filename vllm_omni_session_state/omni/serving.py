@@ -96,6 +96,8 @@ def _connect_ends(
         idle_park_s=_idle_park_s(settings),
         expire=workers.expire,
         expire_s=settings.expire_s if _has_tier(settings) else 0.0,
+        mark=workers.mark_stale,
+        idle_drop_s=settings.idle_drop_s,
         begin=workers.begin_restore if _has_disk(settings) else None,
     )
 
@@ -114,6 +116,8 @@ def _connect_ends(
     hooked = [_tried("robot websocket", robots), _tried("rollout endpoints", rollouts)]
     if any(hooked):
         LOGGER.info("ends of sessions reach the workers of stages %s", stages)
+        if settings.idle_drop_s:
+            ends.tell_the_time(workers.tell_the_time)
 
 
 def _has_tier(settings: config.Settings) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from vllm_omni_session_state.errors import CannotParkError, without_frames
 from vllm_omni_session_state.events import LOGGER, say_once
 from vllm_omni_session_state.manager import SessionStateManager
 from vllm_omni_session_state.omni import seams
+
+WAIT_S = 10.0
+"""Seconds for which all sessions that are on their way are waited for: whoever moves one may be gone."""
 
 ManagerOf = Callable[[Any], SessionStateManager | None]
 
@@ -114,11 +118,15 @@ def _keep_all(manager: SessionStateManager) -> None:
 
 
 def _park_all(manager: SessionStateManager) -> list[Exception]:
-    """Park every session that nobody uses; what kept those that stay, refusals first."""
+    """Park every session that nobody uses; what kept those that stay, refusals first.
+
+    For all that are on their way together it waits `WAIT_S` at most.
+    """
     refused: list[Exception] = []
+    until = time.monotonic() + WAIT_S
     for key in manager.keys():  # noqa: SIM118 - a manager is no mapping
         try:
-            manager.park(key)
+            manager.park(key, until=until)
         except Exception as error:  # noqa: BLE001, PERF203 - one that stays keeps no other from going
             refused.append(without_frames(error))
     return sorted(refused, key=lambda error: not isinstance(error, CannotParkError))

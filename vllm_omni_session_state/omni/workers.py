@@ -101,6 +101,20 @@ class Workers:
         said = (await self._together("session_state_expire", key)).done()
         return all(rank["gone"] for ranks in said.replicas for rank in ranks)
 
+    async def mark_stale(self, key: str) -> None:
+        """Mark a session stale wherever nobody uses it. Raises as ``close()`` does."""
+        (await self._together("session_state_mark_stale", key)).done()
+
+    async def tell_the_time(self) -> None:
+        """Say that sessions are going to be marked stale.
+
+        Raises:
+            RuntimeError: If a replica did not hear it; the others have.
+        """
+        asked = await self.ask("session_state_mark_stale")
+        if asked.failures and not self._deaf:
+            raise RuntimeError("; ".join(asked.failures))
+
     async def holds(self, key: str) -> bool:
         """Whether some replica has the session on all its ranks. Raises as ``close()`` does, if none has."""
         said = await self._together("session_state_holds", key)

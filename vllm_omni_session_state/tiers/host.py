@@ -105,15 +105,20 @@ class HostTier:
         wanted = transfer.slab_nbytes([storage.nbytes() for storage in storages], pinned=pinned)
         room = self.room(live_nbytes)
         if wanted > room:
-            raise TierFullError("host", wanted=wanted, room=max(0, room), setting="host_budget")
+            raise TierFullError("host", wanted=wanted, room=room, setting="host_budget")
         again = self._free_block(wanted) if pinned else None
         if self._cached_nbytes - (0 if again is None else wanted) > room - wanted:
             self._give_back()
         parcel = parcel_of(storages, pinned=pinned)
         if again in self._cached:
             self._cached.remove(again)
-        self._parcels[id(parcel)] = wanted, pinned
-        self.nbytes += wanted
+        try:
+            self._parcels[id(parcel)] = wanted, pinned
+            self.nbytes += wanted
+        except BaseException:  # the process is stopped
+            self._parcels.pop(id(parcel), None)
+            self._recount()
+            raise
         return parcel
 
     def get(self, parcel: Parcel) -> list[torch.UntypedStorage]:
@@ -130,8 +135,12 @@ class HostTier:
         Raises:
             KeyError: If it is not of this tier or was dropped already.
         """
-        charged, pinned = self._parcels.pop(id(parcel))
-        self.nbytes -= charged
+        try:
+            charged, pinned = self._parcels.pop(id(parcel))
+            self.nbytes -= charged
+        except BaseException:  # it is none of ours, or the process is stopped
+            self._recount()
+            raise
         if pinned and page_locked.stays_cached(charged):
             self._cached.append(_Block(parcel.slab, charged))
 
@@ -146,7 +155,12 @@ class HostTier:
 
     def check(self) -> None:
         """Assert that the charge equals the parcels'. An expensive no-op."""
-        assert self.nbytes == sum(charged for charged, _ in self._parcels.values()), "host tier charge"
+        kept = self.nbytes
+        self._recount()
+        assert kept == self.nbytes, "host tier charge"
+
+    def _recount(self) -> None:
+        self.nbytes = sum(charged for charged, _ in self._parcels.values())
 
     @property
     def _cached_nbytes(self) -> int:

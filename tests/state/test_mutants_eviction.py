@@ -1,0 +1,208 @@
+"""The suite can fail: each mistake in who is lost, and in where who was refused stands, is caught."""
+
+from __future__ import annotations
+
+import tempfile
+from unittest import mock
+
+import pytest
+import test_eviction as cases
+import test_eviction_machine as machine_tests
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from vllm_omni_session_state.cascade import Cascade
+from vllm_omni_session_state.eviction import Eviction
+from vllm_omni_session_state.levels import Levels
+from vllm_omni_session_state.order import RecencyOrder
+from vllm_omni_session_state.room import Room
+from vllm_omni_session_state.table import Table
+from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.uses import Uses
+
+FEW = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def with_disk(test):
+    """A test that wants a disk for three sessions."""
+
+    def run():
+        with tempfile.TemporaryDirectory() as folder:
+            disk = DiskTier(folder, budget=3 * cases.SIZE + 2000)
+            test(disk)
+            disk.close()
+
+    run.__name__ = test.__name__
+    return run
+
+
+def any_life_of_sessions():
+    run_state_machine_as_test(machine_tests.EvictionMachine, settings=FEW)
+
+
+refused_ones = cases.test_who_was_refused_stands_where_it_stood
+ages = cases.test_the_age_of_a_parked_session_is_that_of_its_last_use_and_not_of_its_park
+small_newcomer = cases.test_a_newcomer_of_ten_bytes_costs_one_session_and_that_is_the_one_unused_for_longest
+uses_unmark = with_disk(cases.test_a_use_unmarks)
+of_no_use = cases.test_marked_sessions_stay_where_letting_them_go_would_make_no_room
+growing = cases.test_where_sessions_grow_beyond_what_the_tiers_hold_the_device_still_has_no_more
+
+stay, shelve, resting, lose = Table.stay, Table.shelve, Table.resting, Table.lose
+
+
+def who_was_refused_becomes_the_most_recent_one():
+    def stays(self, seat, device):
+        stay(self, seat, device)
+        self._use(seat)
+
+    return mock.patch.object(Table, "stay", stays)
+
+
+def who_was_refused_becomes_the_oldest_one():
+    def stays(self, seat, device):
+        seat.place = -seat.place
+        stay(self, seat, device)
+
+    return mock.patch.object(Table, "stay", stays)
+
+
+def what_is_parked_counts_as_just_used():
+    def shelved(self, seat, parked):
+        seat.place = max((each.place for each in self.seats.values()), default=0) + 1
+        shelve(self, seat, parked)
+
+    return mock.patch.object(Table, "shelve", shelved)
+
+
+def the_oldest_is_who_was_parked_first():
+    parked = {}
+
+    def shelved(self, seat, where):
+        parked.setdefault(seat.session.serial, len(parked))
+        shelve(self, seat, where)
+
+    def by_park(self, **how):
+        there = resting(self, **how)
+        return sorted(there, key=lambda seat: (seat.parked is None, parked.get(seat.session.serial, 0)))
+
+    return mock.patch.multiple(Table, shelve=shelved, resting=by_park)
+
+
+def the_oldest_on_the_device_is_lost_before_any_that_is_parked():
+    def device_first(self, **how):
+        return sorted(resting(self, **how), key=lambda seat: (seat.parked is not None, seat.place))
+
+    return mock.patch.object(Table, "resting", device_first)
+
+
+def the_youngest_is_lost():
+    return mock.patch.object(Table, "resting", lambda self, **how: resting(self, **how)[::-1])
+
+
+def one_more_is_lost_than_makes_the_room():
+    make = Eviction.make
+
+    def one_more(self, *args, but=None, **how):
+        lost = make(self, *args, but=but, **how)
+        with self._table.lock:
+            there = self._table.resting(but=but, stale=self.loses_nobody)
+            if lost and there:
+                self._table.lose(there[0], self._reason(there[0]))
+        if lost and there:
+            self._end(there[0])
+        return lost
+
+    return mock.patch.object(Eviction, "make", one_more)
+
+
+def bytes_of_others_are_paid_for_by_a_newcomer():
+    crowded = Room.crowded
+    return mock.patch.object(Room, "crowded", lambda self, **_: crowded(self, paid=False))
+
+
+def a_use_does_not_unmark():
+    seat_of = Uses._seat
+
+    def marked(self, key, *args, **how):
+        stale = {seat.session.serial for seat in self._table.seats.values() if seat.stale}
+        seat = seat_of(self, key, *args, **how)
+        if seat is not None:
+            seat.stale = seat.session.serial in stale
+        return seat
+
+    return mock.patch.object(Uses, "_seat", marked)
+
+
+def those_that_are_not_marked_go_too():
+    def everybody(self, *, but=None, stale=False):
+        del stale
+        return resting(self, but=but)
+
+    return mock.patch.object(Table, "resting", everybody)
+
+
+def somebody_is_lost_also_where_it_is_of_no_use():
+    return mock.patch.object(Eviction, "_would_do", return_value=True)
+
+
+def what_others_gave_back_is_not_seen():
+    return mock.patch.object(Levels, "takes", return_value=False)
+
+
+def a_reserved_device_is_not_watched():
+    return mock.patch.object(Room, "fixed", False)
+
+
+def a_stop_leaves_a_session_on_its_way():
+    arrive = Cascade.arrive
+
+    def unless_stopped(self, seat):
+        import sys
+
+        if not isinstance(sys.exc_info()[1], SystemExit):
+            arrive(self, seat)
+
+    return mock.patch.object(Cascade, "arrive", unless_stopped)
+
+
+def the_order_takes_no_place_back():
+    return mock.patch.object(RecencyOrder, "put_back", lambda self, key, _: self.use(key))
+
+
+CAUGHT_BY = {
+    who_was_refused_becomes_the_most_recent_one: refused_ones,
+    who_was_refused_becomes_the_oldest_one: any_life_of_sessions,
+    what_is_parked_counts_as_just_used: ages,
+    the_oldest_is_who_was_parked_first: ages,
+    the_oldest_on_the_device_is_lost_before_any_that_is_parked: small_newcomer,
+    the_youngest_is_lost: small_newcomer,
+    one_more_is_lost_than_makes_the_room: small_newcomer,
+    bytes_of_others_are_paid_for_by_a_newcomer: small_newcomer,
+    a_use_does_not_unmark: uses_unmark,
+    those_that_are_not_marked_go_too: uses_unmark,
+    somebody_is_lost_also_where_it_is_of_no_use: of_no_use,
+    what_others_gave_back_is_not_seen: small_newcomer,
+    a_reserved_device_is_not_watched: growing,
+    a_stop_leaves_a_session_on_its_way: any_life_of_sessions,
+    the_order_takes_no_place_back: refused_ones,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """Losses are said at WARNING; here there are many."""
+    caplog.set_level("CRITICAL", logger="vllm_omni.session_state")
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY, ids=lambda mutant: mutant.__name__)
+def test_the_mutant_is_caught(mutant, capsys):
+    with mutant(), pytest.raises((AssertionError, pytest.fail.Exception)):
+        CAUGHT_BY[mutant]()

@@ -1,0 +1,222 @@
+"""The process is stopped while a session moves: nothing waits for ever, and nobody has lost a bit.
+
+The worker of vLLM-Omni turns the first SIGTERM or SIGINT into ``SystemExit``, wherever its main thread is,
+and shuts down. A test can have that at each point: where a function of the package begins, ends, or comes
+back from a call into C.
+"""
+
+import inspect
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from profiles import LONG
+from tiered import all_hold, begin, holds, manager_of, places
+
+from vllm_omni_session_state import events
+from vllm_omni_session_state.accounts import Accounts
+from vllm_omni_session_state.omni import sleep
+from vllm_omni_session_state.tiers import folder
+from vllm_omni_session_state.tiers.disk import DiskTier
+
+PACKAGE = str(Path(events.__file__).parent)
+
+
+class Stop(SystemExit):
+    """What the signal's handler raises."""
+
+
+class StopAt:
+    """Raises `Stop` at one point of what runs under it, counted from 0."""
+
+    def __init__(self, point):
+        self.point, self.passed, self.where = point, 0, None
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        if event == "c_call" or self.where or not code.co_filename.startswith(PACKAGE):
+            return
+        if event == "return" and code.co_flags & inspect.CO_GENERATOR:
+            return  # as it hands something out it is not at an end
+        self.passed += 1
+        if self.passed > self.point:
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {event}"
+            raise Stop(self.where)
+
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+
+def park_on_host(manager):
+    manager.park("d")
+
+
+def park_on_disk(manager):
+    host, manager.cascade.host = manager.cascade.host, None
+    try:
+        manager.park("d")
+    finally:
+        manager.cascade.host = host
+
+
+def make_room_on_host(manager):
+    manager.cascade.host.budget = manager.cascade.host.nbytes + 4 * 700
+    manager.park("d")
+
+
+def bring_back_from_host(manager):
+    manager.restore("c")
+
+
+def bring_back_from_disk(manager):
+    manager.restore("a")
+
+
+def take_a_step(manager):
+    manager.room.device_budget = 0
+    with manager.lease("b") as session:
+        assert holds(session, ord("b"))
+
+
+def take_the_first_step(manager):
+    manager.room.device_budget = 0
+    begin(manager, "e")
+
+
+DO = [
+    park_on_host,
+    park_on_disk,
+    make_room_on_host,
+    bring_back_from_host,
+    bring_back_from_disk,
+    take_a_step,
+    take_the_first_step,
+]
+
+
+@pytest.fixture
+def four(tmp_path):
+    """Makes managers of four sessions: a on the disk, b and c in host memory, d on the device."""
+    made = []
+
+    def make():
+        disk = DiskTier(tmp_path / str(len(made)), budget=1 << 20, keep=True)
+        manager = manager_of(disk, host=1 << 20, device=None)
+        begin(manager, *"abcd")
+        host, manager.cascade.host = manager.cascade.host, None
+        manager.park("a")
+        manager.cascade.host = host
+        manager.park("b")
+        manager.park("c")
+        assert places(manager) == {"a": "disk", "b": "host", "c": "host", "d": "device"}
+        made.append(disk)
+        return manager
+
+    yield make
+    for disk in made:
+        disk.close()
+
+
+@pytest.fixture(autouse=True)
+def no_bytes(monkeypatch):
+    """Of a process that is stopped the charges may be those of a moment ago; who is where may not."""
+    monkeypatch.setattr(Accounts, "check", lambda *_, **__: None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("act", DO, ids=lambda act: act.__name__)
+def test_a_stop_at_any_point_settles_every_session_where_it_is_whole(four, act):
+    stops = 0
+    for point in itertools.count(step=3 if LONG else 37):
+        manager = four()
+        try:
+            with StopAt(point) as stopped:
+                act(manager)
+        except Stop:
+            stops += 1
+        if stopped.where is None:
+            break
+        seats = manager._table.seats
+        assert not [key for key, seat in seats.items() if seat.moving or seat.leases], stopped.where
+        manager._table.check()
+        for name in "abcd":
+            with manager.lease(name) as session:
+                assert holds(session, ord(name)), (name, stopped.where)
+        manager._table.check()
+        manager.cascade.host.check()
+        manager.drop_all()
+    assert stops > 10
+
+
+def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_path, monkeypatch):
+    """As the host's worker does it: the signal's handler raises, and the worker shuts down."""
+    disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
+    manager = manager_of(disk, device=None)
+    begin(manager, *"abc")
+    sync = folder.System.fsync
+
+    def stopped(fd):
+        monkeypatch.setattr(folder.System, "fsync", staticmethod(sync))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)  # the signal comes before it is over
+        raise AssertionError("the signal did not come")
+
+    def handler(number, _):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    monkeypatch.setattr(folder.System, "fsync", staticmethod(stopped))
+    try:
+        with pytest.raises(SystemExit):
+            manager.park("a")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert places(manager) == dict.fromkeys("abc", "device")
+    manager.check()
+    ending = threading.Thread(target=sleep.leave_process, args=(manager,), daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive(), "the shutdown waits for ever"
+    (kept,) = (tmp_path / "parked").iterdir()
+    assert len(list(kept.glob("*.safetensors"))) == 3
+
+
+def test_a_shutdown_does_not_wait_for_ever_for_a_session_whose_mover_is_gone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sleep, "WAIT_S", 0.2)
+    disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
+    manager = manager_of(disk, device=None)
+    begin(manager, *"abc")
+    seats = manager._table.seats
+    with manager._table.lock:
+        for name in "ab":
+            manager._table.take(seats[name])
+            seats[name].moving = True
+    sleep.leave_process(manager)
+    assert "2 sessions are not kept" in caplog.text
+    assert "it is on its way, and nobody waits for it any longer" in caplog.text
+    assert places(manager)["c"] == "disk"
+
+
+def test_a_wait_for_a_session_that_arrives_in_time_is_no_refusal(tmp_path):
+    disk = DiskTier(tmp_path / "parked", budget=1 << 20)
+    manager = manager_of(disk, device=None)
+    begin(manager, "a")
+    seat = manager._table.seats["a"]
+    with manager._table.lock:
+        manager._table.take(seat)
+        seat.moving = True
+    timer = threading.Timer(0.1, manager.cascade.arrive, (seat,))
+    timer.start()
+    assert manager.park("a", until=time.monotonic() + 60)
+    timer.join()
+    all_hold(manager, "a")
+    disk.close()
