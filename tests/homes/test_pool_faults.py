@@ -290,6 +290,19 @@ def test_an_end_that_did_not_come_about_leaves_the_session_its_home(runtime, fau
     run(scenario, runtime)
 
 
+def test_an_end_that_is_noted_late_forgets_nobody_who_has_begun_anew(runtime):
+    async def scenario(pool, clients):
+        orchestrator, found = Orchestrator(pool), pools.affinity_of(pool)
+        home = await orchestrator.step("a")
+        found.forget("a")
+        assert "a" in found.homes
+        pool.evict_replica(home)
+        found.forget("a")
+        assert "a" not in found.homes
+
+    run(scenario, runtime)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_expired_session_is_forgotten_unless_its_next_step_is_to_fail(runtime, strict):
     async def scenario(pool, clients):
