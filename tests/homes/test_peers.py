@@ -22,7 +22,14 @@ def client(tmp_path):
     made = StageDiffusionClient(metadata, f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/responses")
     made.lives = True
     process = SimpleNamespace(is_alive=lambda: made.lives, exitcode=-9)
-    made._proc_manager = SimpleNamespace(proc=process, shutdown=lambda timeout: None)
+    made.ended, made.ends = threading.Event(), threading.Event()
+
+    def shutdown(timeout):
+        made.ends.wait(20)
+        made.lives = False
+        made.ended.set()
+
+    made._proc_manager = SimpleNamespace(proc=process, shutdown=shutdown)
     yield made
     for socket in (made._request_socket, made._response_socket):
         if not socket.closed:
@@ -36,6 +43,25 @@ def test_the_farewell_to_a_dead_process_returns(client):
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_only_the_end_of_a_dead_process_is_waited_for_apart(client, tmp_path, dead):
+    """Its worker has died, and the process around it takes its time."""
+    import zmq
+
+    make_careful(client)
+    client._engine_dead = dead
+    with zmq.Context() as context, context.socket(zmq.PULL) as peer:
+        peer.connect(f"ipc://{tmp_path}/requests")
+        thread = threading.Thread(target=client.shutdown, daemon=True)
+        thread.start()
+        thread.join(20 if dead else 0.3)
+        assert thread.is_alive() != dead
+        assert not client.ended.is_set()
+        client.ends.set()
+        assert client.ended.wait(20)
+        thread.join(20)
 
 
 def test_on_the_host_alone_it_waits_for_somebody_to_come(client, tmp_path):

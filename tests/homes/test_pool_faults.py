@@ -105,6 +105,7 @@ def test_with_one_replica_homes_are_noted_and_another_that_joins_takes_only_new_
         orchestrator = Orchestrator(pool)
         for session in "abc":
             assert await orchestrator.step(session) == 0
+        await asyncio.sleep(5 * affinity.ASK_EVERY_S)
         assert clients[0].calls == []  # there is nothing to choose, and nobody is asked
         assert pool.add_client("tcp://1", Client("tcp://1")) == 1
         assert [await orchestrator.step(session) for session in "adbecf"] == [0, 1, 0, 1, 0, 1]
@@ -152,6 +153,8 @@ def test_what_is_bound_already_and_what_goes_with_another_request_are_left(runti
         state = type("State", (), {"sampling_params_list": [params]})
         assert await pool.submit_initial("bound", state, {}) == 1
         assert await pool.submit_initial("companion", state, {}, affinity_request_id="bound") == 1
+        state = type("State", (), {"sampling_params_list": [OmniDiffusionSamplingParams()]})
+        assert await orchestrator.step() == 1
         assert await pool.submit_initial("other", state, {}, params_override=params) == 0
         assert await orchestrator.step("a") == 0
 
@@ -284,8 +287,9 @@ def test_an_end_that_did_not_come_about_leaves_the_session_its_home(runtime, fau
 
         client.collective_rpc_async = collective_rpc_async
         await found.call(home, client, "session_state_close", ("a",), {})
+        assert "a" in found.homes
         await until(lambda: not found.homes.doubts or found._mute)
-        assert await orchestrator.step("a") == home
+        assert "a" in found.homes
 
     run(scenario, runtime)
 

@@ -1,12 +1,14 @@
-"""The host's socket to a replica's process, which must not wait for a process that is gone.
+"""Farewell to a replica whose process has died, on the one thread that serves all replicas.
 
-A send there waits until somebody is connected, on the one thread that serves all replicas. When a replica's
-process has died, the host says its farewell to it like that, and every session of every replica stands still
-for good.
+There the host sends it a last message, which waits until somebody is connected: every session of every
+replica stands still for good. Then it waits up to ten seconds for the rest of the process to end.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from typing import Any
 
 LOOK_EVERY_MS = 100
@@ -40,12 +42,28 @@ class _Careful:
 
 
 def make_careful(client: Any) -> None:
-    """Have what is sent to a local replica of the host never wait for its dead process.
+    """Have the farewell to a local replica of the host hold up nobody.
 
     Args:
         client: The host's; one without a process or a socket of its own is left as it is.
     """
-    socket = getattr(client, "_request_socket", None)
-    process = getattr(getattr(client, "_proc_manager", None), "proc", None)
-    if socket is not None and process is not None and not isinstance(socket, _Careful):
-        client._request_socket = _Careful(socket, process)
+    socket, manager = getattr(client, "_request_socket", None), getattr(client, "_proc_manager", None)
+    process = getattr(manager, "proc", None)
+    if socket is None or process is None or isinstance(socket, _Careful):
+        return
+    client._request_socket = _Careful(socket, process)
+    _wait_apart(weakref.ref(client), manager)
+
+
+def _wait_apart(client: weakref.ref[Any], manager: Any) -> None:
+    """Have a dead replica's process be waited for in a thread of its own; any other is as ever."""
+    host = manager.shutdown
+
+    @functools.wraps(host)
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        if getattr(client(), "_engine_dead", False):
+            threading.Thread(target=host, args=args, kwargs=kwargs, name="session-state-farewell").start()
+        else:
+            host(*args, **kwargs)
+
+    manager.shutdown = shutdown
