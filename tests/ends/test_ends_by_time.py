@@ -222,17 +222,44 @@ def test_an_end_that_does_not_wait_for_an_earlier_one_is_caught():
         asyncio.run(an_end_that_comes_while_its_session_expires_waits_for_that(Hasty))
 
 
+class Timers:
+    """Holds the timers of this loop that are of an hour, until the test says that they are due."""
+
+    def __init__(self):
+        loop = asyncio.get_running_loop()
+        self.set, real = [], loop.call_later
+
+        def call_later(delay, callback, *args):
+            handle = real(delay, callback, *args)
+            if delay == HOUR:
+                self.set.append((handle, callback, args))
+            return handle
+
+        loop.call_later = call_later
+
+    async def due(self):
+        timers, self.set = self.set, []
+        for handle, callback, args in timers:
+            if not handle.cancelled():
+                handle.cancel()
+                callback(*args)
+        await soon()
+
+
+HOUR = 3600.0
+
+
 class Marking:
-    """Workers that mark sessions, which takes a while, and fail as often as they are told."""
+    """Workers that mark sessions when they are let, and fail as often as they are told."""
 
     def __init__(self, failures=0):
         self.failures = failures
         self.marked = []
-        self.marking = asyncio.Event()
+        self.let = asyncio.Event()
+        self.let.set()
 
     async def mark(self, key):
-        self.marking.set()
-        await asyncio.sleep(0.02)
+        await self.let.wait()
         if self.failures:
             self.failures -= 1
             raise RuntimeError("rank 1: away")
@@ -241,69 +268,78 @@ class Marking:
 
 @run
 async def test_a_session_that_nobody_steps_is_marked_stale_once_and_its_next_step_starts_the_clock_anew():
-    workers = Marking()
-    server = Server(mark=workers.mark, idle_drop_s=0.2)
+    workers, timers = Marking(), Timers()
+    server = Server(mark=workers.mark, idle_drop_s=HOUR)
     gate = asyncio.Event()
     running = asyncio.create_task(server.step("busy", until=gate))
-    for _ in range(3):
-        await server.step("x")
-        await asyncio.sleep(0.08)
-    assert workers.marked == [], "its last step was a moment ago"
-    await asyncio.sleep(0.3)
+    await server.step("x")
+    (first,) = timers.set
+    await server.step("x")
+    assert first[0].cancelled(), "its last step was a moment ago"
+    await timers.due()
     assert workers.marked == ["x"], "and one with a step under way is not asked"
     assert "x" in server.ends, "it goes on"
+    await timers.due()
+    assert workers.marked == ["x"], "once"
     gate.set()
     await running
     await server.step("x")
-    await asyncio.sleep(0.4)
+    await timers.due()
     assert sorted(workers.marked) == ["busy", "x", "x"]
 
 
 @run
 async def test_a_step_that_comes_while_its_session_is_marked_waits_so_that_it_unmarks():
-    workers = Marking()
-    server = Server(mark=workers.mark, idle_drop_s=0.02)
+    workers, timers = Marking(), Timers()
+    server = Server(mark=workers.mark, idle_drop_s=HOUR)
     await server.step("x")
-    await workers.marking.wait()
-    assert workers.marked == []
-    await server.step("x")
+    workers.let.clear()
+    await timers.due()
+    step = asyncio.create_task(server.step("x"))
+    await soon()
+    assert not step.done()
+    workers.let.set()
+    await step
     assert workers.marked == ["x"]
     server.ends.end("x")
-    await asyncio.sleep(0.1)
+    await timers.due()
     assert workers.marked == ["x"], "one that has ended is not marked"
     assert server.arrived == ["x"]
 
 
 @run
 async def test_an_end_and_an_expiry_come_after_the_mark_that_is_on_its_way():
-    came = []
-
-    async def mark(key):
-        await asyncio.sleep(0.05)
-        came.append("mark")
+    workers, timers, asked = Marking(), Timers(), []
 
     async def expire(key):
-        came.append("expire")
+        asked.append((key, list(workers.marked)))
         return False
 
-    server = Server(mark=mark, idle_drop_s=0.02, expire=expire, expire_s=0.03)
+    server = Server(mark=workers.mark, idle_drop_s=HOUR, expire=expire, expire_s=2 * HOUR)
     await server.step("x")
-    await asyncio.sleep(0.045)
+    workers.let.clear()
+    await timers.due()
+    live = server.ends._live["x"]
+    server.ends._end_old("x", live, expire)
     server.ends.end("x")
-    await asyncio.sleep(0.1)
-    assert came == ["mark", "expire"]
+    await soon()
+    assert (asked, server.arrived) == ([], [])
+    workers.let.set()
+    await soon()
+    assert asked == [("x", ["x"])]
     assert server.arrived == ["x"]
 
 
 def test_a_mark_that_fails_is_said_and_tried_again(caplog):
     @run
     async def scenario():
-        workers = Marking(failures=1)
-        server = Server(mark=workers.mark, idle_drop_s=0.02)
+        workers, timers = Marking(failures=1), Timers()
+        server = Server(mark=workers.mark, idle_drop_s=HOUR)
         await server.step("x")
-        await asyncio.sleep(0.2)
-        assert workers.marked == ["x"]
+        for marked in ([], ["x"], ["x"]):
+            await timers.due()
+            assert workers.marked == marked
 
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         scenario()
-    assert caplog.text.count("was not marked: RuntimeError: rank 1: away") == 1
+    assert caplog.text.count("was not marked stale: RuntimeError: rank 1: away") == 1

@@ -43,7 +43,7 @@ def nbytes_below(top):
     return sum(path.stat().st_size for path in Path(top).rglob("*") if path.is_file())
 
 
-def stop(*_):
+def stop(*_, **__):
     raise SystemExit(STOP)
 
 

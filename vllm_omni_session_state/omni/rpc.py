@@ -178,7 +178,7 @@ def park(worker: Any, *names: str | None, **only: bool) -> Answer:
     Returns:
         As for ``close``; each rank has ``parked`` too: for each name, whether it is parked now.
     """
-    return _move(worker, names, SessionStateManager.park, "parked", "a session was not parked", **only)
+    return _move(worker, names, "park", "parked", "a session was not parked", **only)
 
 
 def restore(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -188,8 +188,7 @@ def restore(worker: Any, *names: str | None, **only: bool) -> Answer:
         As for ``close``; each rank has ``restored`` too: for each name, whether it is on the device now.
         One for which the budget has no room is parked again.
     """
-    what = "a session was not restored"
-    return _move(worker, names, SessionStateManager.restore, "restored", what, meets=True, **only)
+    return _move(worker, names, "restore", "restored", "a session was not restored", meets=True, **only)
 
 
 def begin_restore(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -198,8 +197,7 @@ def begin_restore(worker: Any, *names: str | None, **only: bool) -> Answer:
     Returns:
         As for ``close``; each rank has ``begun`` too: for each name, whether it is being read.
     """
-    what = "a session was not read ahead"
-    return _move(worker, names, SessionStateManager.begin_restore, "begun", what, **only)
+    return _move(worker, names, "begin_restore", "begun", "a session was not read ahead", **only)
 
 
 def mark_stale(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -210,7 +208,7 @@ def mark_stale(worker: Any, *names: str | None, **only: bool) -> Answer:
     """
     if (manager := manager_of(worker)) is not None:
         manager.room.eviction.clock = True
-    return _move(worker, names, SessionStateManager.mark_stale, "stale", "a session was not marked", **only)
+    return _move(worker, names, "mark_stale", "stale", "a session was not marked stale", **only)
 
 
 def expire(worker: Any, *names: str | None, **only: bool) -> Answer:
@@ -276,7 +274,7 @@ def _end(worker: Any, how: str, names: Iterable[str | None], *, only_idle: bool,
 def _move(
     worker: Any,
     names: Iterable[str | None],
-    move: Callable[[SessionStateManager, str], bool],
+    move: str,
     word: str,
     what: str,
     *,
@@ -286,7 +284,7 @@ def _move(
     def move_all() -> Answer:
         manager = _manager(worker)
         named = Named(manager, names, manager.keys(), **only)
-        done = named.each(lambda key: move(manager, key), what=what, meets=meets)
+        done = named.each(getattr(manager, move), what=what, meets=meets)
         return named.answer(**{word: done})
 
     return on_every_rank(move_all, ("found", "used", word))
