@@ -1,10 +1,10 @@
 """Whose bytes are where: the ledgers of one manager, settled as sessions change and read at no cost.
 
 Ledgers stand apart where their bytes answer different questions: what the table's sessions hold, and of it
-what lies on the device with nobody using it, and what lies in host memory by its role; what sessions hold
-that left the table while somebody still uses them; what is staged; what the host keeps of a session
-outside of it. A session is an owner by its serial number, so that one that left the
-table and a newer one under its key are two.
+what lies on the device with nobody using it, what lies in host memory by its role, and what is parked there;
+what sessions hold that left the table while somebody still uses them; what is staged; what the host keeps of
+a session outside of it. A session is an owner by its serial number, so that one that left the table and a
+newer one under its key are two.
 
 Not locked: the manager holds its lock around every call. The one exception is the end of a detached
 session, which the garbage collector may announce at any time in any thread: its serial number waits in
@@ -20,7 +20,7 @@ from collections.abc import Set as AbstractSet
 
 from vllm_omni_session_state.growth import Growth, Pile
 from vllm_omni_session_state.ledger import Ledger
-from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.regions import HOST, TIER, Region
 
 
 class _Late:
@@ -68,12 +68,13 @@ class _Late:
 class Accounts:
     """The charges of a manager's sessions."""
 
-    __slots__ = ("_detached", "_ended", "_host", "_idle", "_outside", "_staged", "_table")
+    __slots__ = ("_detached", "_ended", "_host", "_idle", "_outside", "_parked", "_staged", "_table")
 
     def __init__(self) -> None:
         self._table = Ledger()
         self._idle = _Late()
         self._host = _Late()
+        self._parked = Ledger()
         self._detached = Ledger()
         self._staged = Ledger()
         self._outside = Ledger()
@@ -117,6 +118,10 @@ class Accounts:
             rest = host + parcel + engine
             self._table.charge(owner, device + rest if rest else device, pile)
             self._host.charge(owner, host, pile if growth_on_host else None)
+            if parcel:
+                self._parked.charge(owner, parcel)
+            elif owner in self._parked:
+                self._parked.release(owner)
             if owner in self._idle:
                 self._idle.charge(owner, device, None if growth_on_host else pile)
         elif owner in self._detached:
@@ -167,9 +172,28 @@ class Accounts:
         """Say what the host keeps under ``name`` beside the sessions; no regions: nothing any more."""
         self._outside.charge(name, regions)
 
+    def held_by(self, owner: int) -> dict[str, int]:
+        """Bytes by device of one session of the table; what it shares with others counts."""
+        return self._table.owner_nbytes(owner)
+
     def held_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once."""
         return self._table.nbytes_by_device()
+
+    def held_by_tier(self) -> dict[tuple[str, str, str], int]:
+        """Bytes of the table's sessions by tier, kind and device, each region once.
+
+        The host tier is what models keep in host memory by its role, ``live``, and what is ``parked`` there;
+        what else the sessions hold is of the tier ``device``, on whatever device it lies.
+        """
+        found = {("host", "live", HOST): 0, ("host", "parked", HOST): 0}
+        rest = self.held_by_device()
+        for kind, ledger in (("live", self._host.told()), ("parked", self._parked)):
+            for device, count in ledger.nbytes_by_device().items():
+                found["host", kind, device] = count
+                rest[device] -= count  # of a part of what the table's ledger holds
+        on_device = {("device", "live", device): count for device, count in rest.items() if count}
+        return {**on_device, **found}
 
     def figures(self) -> dict[str, int]:
         """All totals in bytes, under the keys that ``SessionStateManager.stats()`` has."""
@@ -178,7 +202,7 @@ class Accounts:
         return {
             "total_nbytes": sum(by_device.values()),
             **{f"nbytes:{device}": count for device, count in sorted(by_device.items())},
-            "host_live_nbytes": self.host_nbytes(),
+            **{f"{TIER}{':'.join(where)}": count for where, count in self.held_by_tier().items()},
             "shared_nbytes": sum(self._table.shared_nbytes_by_device().values()),
             "staged_nbytes": sum(self._staged.nbytes_by_device().values()),
             "detached_sessions": len(self._detached.owners()),
@@ -190,8 +214,13 @@ class Accounts:
         """Assert that every ledger is sound, the table's of exactly these owners, the idle one of these."""
         self._close_ended()
         on_host, on_device = self._host.told(), self._idle.told()
-        for ledger in (self._table, on_device, on_host, self._detached, self._staged, self._outside):
+        ledgers = (self._table, on_device, on_host, self._parked, self._detached, self._staged, self._outside)
+        for ledger in ledgers:
             ledger.check()
+        tiers = self.held_by_tier()
+        assert min(tiers.values()) >= 0, f"less than nothing in a tier: {tiers}"
+        assert sum(tiers.values()) == sum(self.held_by_device().values()), "the tiers hold another sum"
+        assert set(self._parked.owners()) <= set(self._table.owners()), "parked bytes of nobody"
         assert set(on_host.owners()) == set(self._table.owners()), "host bytes of nobody"
         assert set(on_device.owners()) == idle, "idle bytes of nobody"
         assert set(self._table.owners()) == set(owners), (
@@ -203,6 +232,8 @@ class Accounts:
     def _forget(self, owner: int) -> dict[str, int]:
         self._idle.forget(owner)
         self._host.forget(owner)
+        if owner in self._parked:
+            self._parked.release(owner)
         return self._table.release(owner)
 
     def _close_ended(self) -> None:

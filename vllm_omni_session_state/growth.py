@@ -33,15 +33,15 @@ class Pile:
     Attributes:
         runs: Of each list how much the pile covers.
         log: The regions.
-        nbytes: Their bytes.
+        nbytes_by_device: Their bytes.
     """
 
-    __slots__ = ("_order", "_stops", "log", "nbytes", "runs")
+    __slots__ = ("_order", "_stops", "log", "nbytes_by_device", "runs")
 
     def __init__(self, runs: Sequence[Run] = ()) -> None:
         self.runs = runs
         self.log: list[Region] = []
-        self.nbytes = 0
+        self.nbytes_by_device: dict[str, int] = {}
         self._stops: dict[str, dict[int, int]] = {}  # by device each region's stop, by its start
         self._order: dict[str, Ascending] = {}
 
@@ -54,7 +54,7 @@ class Pile:
             self._order[device].add(start)
             self._stops[device][start] = start + nbytes
             self.log.append(region)
-            self.nbytes += nbytes
+            self.nbytes_by_device[device] = self.nbytes_by_device.get(device, 0) + nbytes
 
     def without(self, regions: Iterable[Region]) -> Union:
         """The bytes of ``regions`` that are not on the pile."""
@@ -79,7 +79,8 @@ class Pile:
 
     def nbytes_with(self, regions: Iterable[Region]) -> int:
         """Bytes of the pile and of ``regions`` together."""
-        return self.nbytes + sum(region.nbytes for region in self.without(regions))
+        there = sum(self.nbytes_by_device.values())
+        return there + sum(region.nbytes for region in self.without(regions))
 
     def _gaps(self, region: Region) -> Iterator[Region]:
         device, here, _ = region

@@ -63,6 +63,6 @@ class Seat:
         """Where it is, for who lists it."""
         parked = self.parked
         if parked is None:
-            return Whereabouts(self.tier, self.used, 0, ())
+            return Whereabouts(self.tier, self.used, {}, ())
         in_place = tuple(chain(*parked.in_place(self.session)))
-        return Whereabouts(self.tier, self.used, parked.nbytes, in_place)
+        return Whereabouts(self.tier, self.used, parked.nbytes_by_device, in_place)

@@ -114,8 +114,21 @@ class Ledger:
         )
 
     def owner_nbytes(self, owner: Hashable) -> dict[str, int]:
-        """Bytes per device that ``owner`` reaches, shared ones included. Raises UnknownOwnerError."""
-        return nbytes_by_device(self.regions(owner))
+        """Bytes per device that ``owner`` reaches, shared ones included. Raises UnknownOwnerError.
+
+        It adds up, and makes no region: this is asked after each step of a session.
+        """
+        own = self._charges.get(owner)
+        if own is None:
+            raise UnknownOwnerError(owner)
+        found = {name: sum(spans.values()) - sum(spans) for name, spans in own.items() if spans}
+        pile, charged = self._piles.get(owner, (None, 0))
+        if pile is not None:
+            whole = charged == len(pile.log)
+            onto = pile.nbytes_by_device if whole else nbytes_by_device(pile.log[:charged])
+            for name, count in onto.items():
+                found[name] = found.get(name, 0) + count
+        return found
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes per device that any owner reaches; a device with none is absent."""

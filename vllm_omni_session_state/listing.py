@@ -40,7 +40,7 @@ class Entry:
         place: ``"device"``, or ``"host"`` or ``"disk"`` for a parked one, of which no values are listed.
         used: Whether somebody uses it, or it is on its way.
         nbytes: Bytes by device, each region once.
-        parked_nbytes: Bytes that it takes in the tier in which it is parked.
+        parked_nbytes: Bytes that it takes in the tier in which it is parked, by device, ``disk`` for a file.
         device_nbytes: Bytes of the values that its model keeps on the device, without an engine's pool.
         declared_nbytes: What the model declared of these; ``None`` where it declares nothing.
         values: What it holds, objects first.
@@ -51,7 +51,7 @@ class Entry:
     place: str
     used: bool
     nbytes: dict[str, int]
-    parked_nbytes: int
+    parked_nbytes: dict[str, int]
     device_nbytes: int
     declared_nbytes: int | None
     values: tuple[Value, ...]
@@ -69,7 +69,7 @@ class Whereabouts(NamedTuple):
 
     place: str
     used: bool
-    parked_nbytes: int
+    parked_nbytes: dict[str, int]
     in_place: tuple[object, ...]
 
 
@@ -99,7 +99,7 @@ def entry_of(session: SessionState, declaration: Declaration | None, where: Wher
         digest=digest(session.key),
         place="device",
         used=where.used,
-        parked_nbytes=0,
+        parked_nbytes={},
         nbytes=session.nbytes_by_device(),
         device_nbytes=footprint(*session.contents(without=on_host | session.engine_names)).nbytes,
         declared_nbytes=declared,

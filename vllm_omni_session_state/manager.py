@@ -286,15 +286,11 @@ class SessionStateManager:
         """Counters, and bytes as of each session's last settlement.
 
         Returns:
-            ``sessions``, ``max_sessions``, ``used_sessions`` (in use, or on their way to a tier), ``hits``,
-            ``misses``, ``evictions``; ``total_nbytes`` and one ``nbytes:<device>`` per device, over the
-            table's sessions where they are now, each region once, and of these ``host_live_nbytes`` (what the
-            model itself keeps in host memory). Apart from these: ``shared_nbytes`` (reached by two or more),
-            ``staged_nbytes``, ``detached_sessions`` and ``detached_nbytes`` (left the table, still held by
-            somebody), ``outside`` (what the host keeps of sessions outside of them), ``parked_sessions`` and
-            of these ``disk_sessions``, ``host_parked_nbytes``, ``disk_nbytes`` (of all files), of these
-            ``spilled_nbytes``, beside them ``kept_nbytes`` (of dead workers), ``ahead_nbytes`` (read ahead),
-            ``parks``, ``restores``, of these ``restores_ahead``, and one ``lost:<reason>`` for each reason.
+            Sessions: ``sessions``, and of these ``used_sessions``, ``parked_sessions`` and ``disk_sessions``.
+            Events: ``hits``, ``misses``, ``evictions``, ``parks``, ``restores``, ``restores_ahead`` and
+            ``lost:<reason>``. Bytes: ``total_nbytes`` of the table's sessions in memory, each region once;
+            the same in parts, ``nbytes:<device>`` and ``tier_nbytes:<tier>:<live or parked>:<device>``. The
+            page on state says what each of these and of the others counts.
         """
         return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 

@@ -25,6 +25,7 @@ from vllm_omni_session_state import rebuild, skeleton, transfer
 from vllm_omni_session_state.arrays import Array, Memory
 from vllm_omni_session_state.errors import NotWritableError
 from vllm_omni_session_state.events import LOGGER
+from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ids import fingerprint, shown
 from vllm_omni_session_state.pack import Packed, Stay, pack, unpack
 from vllm_omni_session_state.remains import names_of, say_what_stays, still_there
@@ -82,6 +83,13 @@ class Parked:
         if isinstance(self.held, Parcel):
             return len(self.held.slab)
         return 0 if self.held is None else self.held.ticket.nbytes
+
+    @property
+    def nbytes_by_device(self) -> dict[str, int]:
+        """The same, by the device on which they lie; a file's as of a device ``disk``."""
+        if isinstance(self.held, Parcel):
+            return footprint(self.held.slab).nbytes_by_device()
+        return {} if self.held is None else {Level.DISK.value: self.nbytes}
 
     def in_place(self, session: SessionState) -> tuple[list[object], list[object]]:
         """What of the session stayed where it was: of its device part, and in host memory."""

@@ -16,6 +16,9 @@ HOST = "cpu"
 PINNED = "pinned"
 """The device name of page-locked host memory: host memory that the accelerator can read directly."""
 
+TIER = "tier_nbytes:"
+"""Before ``<tier>:<kind>:<device>`` in the name of a figure: bytes of sessions, each of them in one tier."""
+
 
 class Region(NamedTuple):
     """One extent of memory.

@@ -14,8 +14,10 @@ from vllm_omni_session_state import SessionStateManager, accounts, ledger
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.addresses import AddressSpace
 from vllm_omni_session_state.ledger import Ledger
+from vllm_omni_session_state.regions import TIER
 from vllm_omni_session_state.session import Declaration, Role, SessionState
 from vllm_omni_session_state.tangle import Tangle
+from vllm_omni_session_state.tiers.host import HostTier
 
 FEW = settings(
     max_examples=100,
@@ -62,6 +64,34 @@ def values_in_both_roles():
     manager.check()
     manager.drop_session("a")
     assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (25, 0)
+    manager.check()
+
+
+def a_session_in_each_tier():
+    """One that is parked beside one that is ready; each keeps something in host memory itself."""
+    manager = SessionStateManager(
+        tier=HostTier(budget=1 << 20),
+        declaration=Declaration(device_nbytes=1000, host_fields=frozenset({"film"})),
+    )
+    for key in "ab":
+        with manager.lease(key) as session:
+            session.attrs["film"] = torch.zeros(30, dtype=torch.uint8)
+            session.attrs["latents"] = torch.zeros(100, dtype=torch.uint8)
+    manager.park("a")
+    tiers = {name: count for name, count in manager.stats().items() if name.startswith(TIER)}
+    assert tiers == {
+        f"{TIER}device:live:cpu": 100,
+        f"{TIER}host:live:cpu": 60,
+        f"{TIER}host:parked:cpu": 512,
+    }
+    assert manager.stats()["total_nbytes"] == 672
+    manager.check()
+    with manager.lease("a"):
+        pass
+    assert manager.stats()[f"{TIER}host:parked:cpu"] == 0
+    manager.park("a")
+    manager.drop_session("a")
+    assert manager.stats()[f"{TIER}host:parked:cpu"] == 0
     manager.check()
 
 
@@ -125,6 +155,36 @@ def a_detached_session_is_charged_for_its_device_part_alone():
     return mock.patch.object(Accounts, "settle", forgetful)
 
 
+def settle_forgets_the_slab():
+    settle = Accounts.settle
+
+    def forgetful(self, owner, *, parcel=(), **held):
+        settle(self, owner, parcel=(), **held)
+
+    return mock.patch.object(Accounts, "settle", forgetful)
+
+
+def what_is_parked_is_of_the_device():
+    return mock.patch.object(Accounts, "held_by_tier", lambda self: by_tier_without(self, {"parked"}))
+
+
+def what_models_keep_on_the_host_is_of_the_device():
+    return mock.patch.object(Accounts, "held_by_tier", lambda self: by_tier_without(self, {"live"}))
+
+
+BY_TIER = Accounts.held_by_tier
+
+
+def by_tier_without(books, kinds):
+    """The tiers, with what is on the host of these kinds counted to the device."""
+    found = BY_TIER(books)
+    for (tier, kind, device), count in list(found.items()):
+        if tier == "host" and kind in kinds:
+            found["device", "live", device] = found.get(("device", "live", device), 0) + count
+            found[tier, kind, device] = 0
+    return found
+
+
 def settle_never_runs():
     return mock.patch.object(SessionStateManager, "settle", return_value=((), None))
 
@@ -184,6 +244,9 @@ CAUGHT_BY = {
     settle_forgets_what_is_staged: any_life_of_sessions,
     settle_forgets_the_host: values_in_both_roles,
     a_detached_session_is_charged_for_its_device_part_alone: a_detached_session_of_both_roles,
+    settle_forgets_the_slab: a_session_in_each_tier,
+    what_is_parked_is_of_the_device: a_session_in_each_tier,
+    what_models_keep_on_the_host_is_of_the_device: a_session_in_each_tier,
     settle_never_runs: any_life_of_sessions,
     contents_without_the_objects: any_life_of_sessions,
     close_keeps_what_is_staged: any_life_of_sessions,

@@ -22,6 +22,7 @@ from vllm_omni_session_state.errors import (
     TierFaultError,
 )
 from vllm_omni_session_state.ids import shown
+from vllm_omni_session_state.regions import TIER
 from vllm_omni_session_state.release import Watch
 from vllm_omni_session_state.session import Declaration
 from vllm_omni_session_state.tiers.disk import DiskTier
@@ -283,6 +284,9 @@ class RoomMachine(RuleBasedStateMachine):
         manager = self.manager
         manager.check()
         stats = manager.stats()
+        tiers = [count for name, count in stats.items() if name.startswith(TIER)]
+        assert min(tiers) >= 0
+        assert sum(tiers) == stats["total_nbytes"]
         held = [key for key, leases in self.leases.items() if leases]
         assert all(key in manager for key in held), "a leased session is never moved nor evicted"
         assert all(not manager.peek(key).parked for key in held)

@@ -15,6 +15,7 @@ import yaml
 from desk_fakes import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_omni_session_state import transfer
 from vllm_omni_session_state.errors import SessionRestoreFailedError
 from vllm_omni_session_state.ids import hashed
 from vllm_omni_session_state.losses import Reason
@@ -24,6 +25,7 @@ from vllm_omni_session_state.session import Declaration
 
 pytestmark = pytest.mark.host
 
+SESSIONS = "/v1/session_state/sessions"
 MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
 
 
@@ -163,6 +165,57 @@ def test_the_host_tier_is_what_counts_towards_its_budget(live):
     assert (device, live_there, parked) == (4096, 200, 4096)
     tier = manager.cascade.host
     assert tier.budget - live_there - parked == tier.room(200)
+
+
+@pytest.fixture
+def page_locked(monkeypatch):
+    """Have slabs page-locked, as they are where there is an accelerator; here that is said of them alone."""
+    slabs = set()
+    host_memory, is_pinned = transfer.host_memory, torch.Tensor.is_pinned
+
+    def of_slabs(nbytes, *, pinned=False):
+        slab = host_memory(nbytes, pinned=False)
+        slabs.add(slab.untyped_storage().data_ptr())
+        return slab
+
+    monkeypatch.setattr(transfer, "host_memory", of_slabs)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "is_pinned",
+        lambda self, *how: self.untyped_storage().data_ptr() in slabs or is_pinned(self, *how),
+    )
+
+
+@pytest.mark.usefixtures("page_locked")
+def test_page_locked_slabs_are_of_the_host_tier_and_no_tier_is_below_nothing(live):
+    server = live()
+    manager = server.engine.managers[0]
+    manager.declaration = Declaration(device_nbytes=4096, host_fields=frozenset({"kept"}))
+    server.engine.begin("a", "b", "c")
+    for key in "abc":
+        with manager.lease(key) as session:
+            session.attrs["kept"] = torch.zeros(100, dtype=torch.uint8)
+    manager.park("a")
+    manager.park("b")
+    manager.check()
+    found = fresh(server)
+    held = {
+        tuple(dict(labels)[name] for name in ("tier", "kind", "device")): count
+        for (name, *labels), count in found.items()
+        if name == "bytes" and count
+    }
+    assert held == {
+        ("device", "live", "cpu"): 4096,
+        ("host", "live", "cpu"): 300,
+        ("host", "parked", "pinned"): 2 * 4096,
+    }
+    assert sum(held.values()) == manager.stats()["total_nbytes"]
+    rows = {row["session"]: row["nbytes"] for row in server.http("GET", SESSIONS)[1]["sessions"]}
+    assert rows == {
+        hashed("a"): {"cpu": 100, "pinned": 4096},
+        hashed("b"): {"cpu": 100, "pinned": 4096},
+        hashed("c"): {"cpu": 4196},
+    }
 
 
 def test_a_session_in_use_is_counted_so(live):

@@ -8,6 +8,7 @@ from desk_fakes import FakeEngine, Live
 
 from vllm_omni_session_state.ids import hashed
 from vllm_omni_session_state.omni import operator, seams
+from vllm_omni_session_state.tiers.disk import DiskTier
 
 pytestmark = pytest.mark.host
 
@@ -50,6 +51,22 @@ def test_a_listing_shows_each_session_once_with_its_bytes_and_place(live):
     assert found["answered"] == [0]
 
 
+def test_what_is_parked_on_the_disk_is_no_host_memory(live, tmp_path):
+    server = live("a", "b")
+    manager = server.engine.managers[0]
+    manager.cascade.host, manager.cascade.disk = None, DiskTier(tmp_path / "disk", budget=1 << 20)
+    assert manager.park("b")
+    file_nbytes = manager.stats()["disk_nbytes"]
+    assert file_nbytes > 4096
+    rows = {row["session"]: row for row in server.http("GET", SESSIONS)[1]["sessions"]}
+    for found in (rows[hashed("b")], server.http("GET", at("b"))[1]):
+        assert found["state"] == "disk"
+        assert found["nbytes"] == {"disk": file_nbytes}
+    assert rows[hashed("a")]["nbytes"] == {"cpu": 4096}
+    manager.drop_all()
+    manager.cascade.disk.close()
+
+
 @pytest.fixture
 def halves(live):
     """A server whose session ``a`` is in both its replicas; ``b`` is in the first and ``c`` in the second."""
@@ -83,7 +100,7 @@ def test_who_looks_at_a_session_or_acts_on_it_is_told_its_home(halves, name, hom
 
 def test_ranks_that_differ_are_shown_to_differ(live):
     server = live()
-    entry = {"session": "s-1", "place": "device", "used": False, "nbytes": {"cuda:0": 5}, "parked_nbytes": 0}
+    entry = {"session": "s-1", "place": "device", "used": False, "nbytes": {"cuda:0": 5}, "parked_nbytes": {}}
     ranks = [
         {"rank": 0, "ok": True, "sessions": [entry], "only_kv": ["s-2"]},
         {"rank": 1, "ok": True, "sessions": [], "only_kv": ["s-2"]},

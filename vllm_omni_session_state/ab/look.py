@@ -121,7 +121,7 @@ def _without_engine(entry: Entry) -> dict[str, int]:
         if value.kind == PagedKV.__name__:
             sizes.subtract(value.nbytes)
     if entry.parked_nbytes:
-        sizes[f"parked ({entry.place})"] = entry.parked_nbytes
+        sizes[f"parked ({entry.place})"] = sum(entry.parked_nbytes.values())
     return {device: nbytes for device, nbytes in sizes.items() if nbytes}
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm_omni_session_state.regions import TIER
+
 STATES = ("in_use", "idle", "host", "disk", "kv_only")
 """Where a session is: used by a forward, on the device with nobody using it, parked, or only engine KV."""
 
@@ -80,10 +82,9 @@ def one(answers: Answers) -> Row | None:
 
 
 def _held(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of one entry by device, with those where it is parked; ``disk`` for a file."""
+    """Bytes of one entry by device, with those where it is parked."""
     held = dict(entry["nbytes"])
-    if entry["parked_nbytes"]:
-        _sum(held, {"disk" if entry["place"] == "disk" else "cpu": entry["parked_nbytes"]})
+    _sum(held, entry["parked_nbytes"])
     return held
 
 
@@ -154,3 +155,11 @@ def by_state(rank: Mapping[str, Any]) -> dict[str, int]:
 def device_nbytes(rank: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """Bytes by device of one rank's ``session_state_stats``."""
     return [(key.partition(":")[2], count) for key, count in rank.items() if key.startswith("nbytes:")]
+
+
+def tier_nbytes(rank: Mapping[str, Any]) -> Iterable[tuple[tuple[str, str, str], int]]:
+    """Bytes by tier, kind and device of one rank's ``session_state_stats``: all in memory, each once."""
+    for key, count in rank.items():
+        if key.startswith(TIER):
+            tier, kind, device = key.removeprefix(TIER).split(":", 2)
+            yield (tier, kind, device), count

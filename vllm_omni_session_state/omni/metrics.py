@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.moves import NBYTES, SECONDS
 from vllm_omni_session_state.omni.figures import LINGER_S, Figures
-from vllm_omni_session_state.omni.merged import Answers, by_state, device_nbytes, ranks_of
+from vllm_omni_session_state.omni.merged import Answers, by_state, ranks_of, tier_nbytes
 
 PREFIX = "vllm_omni_session_state:"
 """Not the host's own ``vllm:``, which it removes from the registry when an engine starts."""
@@ -189,15 +189,9 @@ def _answering(answers: Answers) -> list[Sample]:
 
 
 def _bytes(rank: Mapping[str, Any]) -> Iterator[Sample]:
-    """Bytes of one rank by tier, device and kind, each once.
-
-    The host tier is what counts towards its budget. On a CPU that is not all that lies in memory.
-    """
-    live, parked = rank["host_live_nbytes"], rank["host_parked_nbytes"]
-    for device, count in device_nbytes(rank):
-        yield ["device", device, "live"], count - live - parked if device == "cpu" else count
-    yield ["host", "cpu", "live"], live
-    yield ["host", "cpu", "parked"], parked
+    """Bytes of one rank by tier, device and kind, each once."""
+    for (tier, kind, device), count in tier_nbytes(rank):
+        yield [tier, device, kind], count
     yield ["disk", "disk", "parked"], rank["disk_nbytes"]
 
 
