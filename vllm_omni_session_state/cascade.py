@@ -119,6 +119,7 @@ class Cascade(Levels):
     def arrive(self, seat: Seat) -> None:
         """A session is on its way no longer: it counts from now on where it is, however its move ended."""
         finished(lambda: self._arrive(seat))
+        self._table.tell()
 
     def stopped(self, error: BaseException, moving: Iterable[Seat]) -> None:
         """Where the process is stopped, settle what was on its way by the hand of the one who is stopped."""
@@ -198,6 +199,7 @@ class Cascade(Levels):
             if back:
                 self._discard(parked)
                 finished(lambda: self._lend(seat, lease))
+                self._table.tell()
             else:
                 self.arrive(seat)
         if failed is not None:

@@ -33,6 +33,7 @@ from vllm_omni_session_state.table import Table
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 from vllm_omni_session_state.uses import Uses
+from vllm_omni_session_state.watch import Watch
 
 
 class SessionStateManager:
@@ -83,6 +84,7 @@ class SessionStateManager:
             device_budget=device_budget,
             eviction=Eviction(self._table, self.cascade, on_lost=on_lost, idle_drop_s=idle_drop_s),
         )
+        self.watch = Watch(self._table)
         self.declaration = declaration
         self._uses = Uses(self._table, self.cascade, self.room)
         self._outside = Outside(self._table)
@@ -109,9 +111,13 @@ class SessionStateManager:
             SessionStateLostError: If it was lost and ``on_lost`` is ``"error"``.
             NoRoomError: If it is new, there is no room and ``on_lost`` is ``"error"``.
         """
-        with self._leased(session_key(session_id)) as session:
-            yield session
-        self.room.enforce()
+        try:
+            with self._leased(session_key(session_id)) as session:
+                self._table.tell()
+                yield session
+            self.room.enforce()
+        finally:
+            self._table.tell(ended=True)
 
     def get_or_create_session(self, session_id: str | None) -> SessionState:
         """The session of that id, made the most recently used one; a new empty one where there is none.
@@ -241,6 +247,7 @@ class SessionStateManager:
         if not seat.leases:
             self.cascade.forget(seat)
             seat.session.reset()
+        self._table.tell()
         return True
 
     def mark_lost(self, session_id: str | None, reason: Reason) -> None:
@@ -248,6 +255,7 @@ class SessionStateManager:
         key = session_key(session_id)
         with self._table.lock:
             self._table.losses.record(key, reason)
+        self._table.tell()
         LOGGER.warning(
             "session %s is lost (%s): its rollout starts over at its next step", shown(key), reason.value
         )
@@ -286,11 +294,8 @@ class SessionStateManager:
         """Counters, and bytes as of each session's last settlement.
 
         Returns:
-            Sessions: ``sessions``, and of these ``used_sessions``, ``parked_sessions`` and ``disk_sessions``.
-            Events: ``hits``, ``misses``, ``evictions``, ``parks``, ``restores``, ``restores_ahead`` and
-            ``lost:<reason>``. Bytes: ``total_nbytes`` of the table's sessions in memory, each region once;
-            the same in parts, ``nbytes:<device>`` and ``tier_nbytes:<tier>:<live or parked>:<device>``. The
-            page on state says what each of these and of the others counts.
+            By name, as the page on state has them: sessions, events, bytes. All ``nbytes:<device>``, or all
+            ``tier_nbytes:<tier>:<live or parked>:<device>``, are together ``total_nbytes``.
         """
         return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
 

@@ -55,6 +55,7 @@ class Moves:
     """The moves of one manager; safe from any thread."""
 
     def __init__(self) -> None:
+        self._changed = set(Move)
         self._lock = threading.Lock()
         self._held = {move: (Histogram(SECONDS), Histogram(NBYTES)) for move in Move}
         self._failed = dict.fromkeys(Move, 0)
@@ -63,6 +64,7 @@ class Moves:
         """A move is done."""
         with self._lock:
             held = self._held[move]
+            self._changed.add(move)
             held[0].add(seconds)
             held[1].add(nbytes)
 
@@ -70,15 +72,23 @@ class Moves:
         """A move was refused or failed; the session is where it was."""
         with self._lock:
             self._failed[move] += 1
+            self._changed.add(move)
 
     def figures(self) -> dict[str, dict[str, object]]:
         """By ``Move``, as plain data: how many ``failed``, and ``seconds`` and ``nbytes`` of the others."""
         with self._lock:
-            return {
-                move.value: {
-                    "failed": self._failed[move],
-                    "seconds": {"total": seconds.total, "counts": list(seconds.counts)},
-                    "nbytes": {"total": nbytes.total, "counts": list(nbytes.counts)},
-                }
-                for move, (seconds, nbytes) in self._held.items()
-            }
+            return {move.value: self._figures(move) for move in Move}
+
+    def changed_figures(self) -> dict[str, dict[str, object]]:
+        """The same, of those of which one was noted since this was last asked."""
+        with self._lock:
+            changed, self._changed = self._changed, set()
+            return {move.value: self._figures(move) for move in changed}
+
+    def _figures(self, move: Move) -> dict[str, object]:
+        seconds, nbytes = self._held[move]
+        return {
+            "failed": self._failed[move],
+            "seconds": {"total": seconds.total, "counts": list(seconds.counts)},
+            "nbytes": {"total": nbytes.total, "counts": list(nbytes.counts)},
+        }

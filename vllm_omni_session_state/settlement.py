@@ -66,6 +66,7 @@ def _settle(
             growth=growth,
             growth_on_host=growing is on_host,
         )
+        table.note(session.key)
     if growing is on_host:
         pile = None
     found = NOTHING if growth is None else growth.found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.growth import Pile
@@ -29,6 +30,8 @@ class Table:
         accounts: Charges by a session's serial number.
         losses: Who was lost.
         hosted: Keys of those that are parked in host memory and not on their way, longest unused first.
+        changed: Keys of what a watcher has not seen yet, ``None`` while there is none.
+        notice: That watcher; see ``Watch.begin()``.
     """
 
     def __init__(self) -> None:
@@ -40,8 +43,20 @@ class Table:
         self.accounts = Accounts()
         self.losses = Losses()
         self.hits = self.misses = self.evictions = self.parks = self.restores = 0
+        self.changed: set[str] | None = None
+        self.notice: Callable[[bool], None] | None = None
         self._shelved: set[str] = set()  # keys of the parked ones, also while they are on their way
         self._filed: set[str] = set()  # of these on the disk
+
+    def note(self, key: str) -> None:
+        """What a listing shows of a session is going to be another. Lock held."""
+        if self.changed is not None:
+            self.changed.add(key)
+
+    def tell(self, *, ended: bool = False) -> None:
+        """Tell who watches that something has changed; ``ended``: a use has ended. Lock free."""
+        if self.notice is not None:
+            self.notice(ended)
 
     @property
     def parked(self) -> int:
@@ -93,6 +108,7 @@ class Table:
         return seat
 
     def _use(self, seat: Seat) -> None:
+        self.note(seat.session.key)
         seat.place, seat.used_at = self.order.use(seat.session.key), time.monotonic()
 
     def touch(self, seat: Seat, *, lease: object, count: bool) -> None:
@@ -117,6 +133,7 @@ class Table:
 
     def take(self, seat: Seat) -> None:
         """An idle session leaves the order: it is used, or it moves. Lock held."""
+        self.note(seat.session.key)
         self.order.remove(seat.session.key)
         seat.unwritable = False
         self.accounts.lease(seat.session.serial)
@@ -128,6 +145,7 @@ class Table:
             seat: The session's.
             device: What it holds there.
         """
+        self.note(seat.session.key)
         seat.moving = False
         self._forget_parked(seat.session.key)
         seat.parked = None
@@ -137,6 +155,7 @@ class Table:
 
     def shelve(self, seat: Seat, parked: Parked) -> None:
         """A session has come to a tier, or has stayed where it was parked. Lock held."""
+        self.note(seat.session.key)
         seat.moving = False
         self.parks += seat.parked is None
         self._forget_parked(seat.session.key)
@@ -151,12 +170,14 @@ class Table:
     def fetch(self, seat: Seat) -> None:
         """A parked session goes on its way to another place. Lock held."""
         assert seat.parked is not None, "only a parked session is fetched"
+        self.note(seat.session.key)
         seat.moving = True
         if seat.parked.level is Level.HOST:
             self.hosted.remove(seat.session.key)
 
     def unshelve(self, seat: Seat, lease: object) -> None:
         """A session that was fetched is on the device again, in a lease. Lock held."""
+        self.note(seat.session.key)
         seat.leases.add(lease)
         seat.moving = False
         self.restores += seat.parked is not None
@@ -207,6 +228,7 @@ class Table:
         """
         key, session = seat.session.key, seat.session
         del self.seats[key]
+        self.note(key)
         self.losses.record(key, reason)
         self.evictions += 1
         if seat.parked is None:
@@ -231,6 +253,7 @@ class Table:
                 seat.ending = True
                 return seat
             del self.seats[key]
+            self.note(key)
             if seat.parked is None:
                 self.order.remove(key)
             else:

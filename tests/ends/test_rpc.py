@@ -1,6 +1,7 @@
 """What a worker answers by name: on the host's own worker, in one rank and in two."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from vllm_omni_session_state.exchange import Ranks
 from vllm_omni_session_state.ids import DEFAULT, hashed, show_in_the_clear
 from vllm_omni_session_state.losses import Reason
+from vllm_omni_session_state.omni.stats_place import WorkerFile
 from vllm_omni_session_state.tiers.host import HostTier
 
 pytestmark = pytest.mark.host
@@ -378,11 +380,17 @@ def test_two_ranks_of_a_served_dreamzero_list_park_restore_and_close_together(dr
         for session in ("a", "b"):
             omni.step(session, rng=rng, frames=1)
         omni.call("session_state_close", DEFAULT)
+        files = [WorkerFile(rank["file"]) for rank in omni.call("session_state_figures")["ranks"]]
         listed = omni.call("session_state_list")
         parked = [omni.call("session_state_park", "a"), omni.call("session_state_list")]
         restored = [omni.call("session_state_restore", "a", "b"), omni.call("session_state_list")]
         closed = omni.call("session_state_close", "a")
+        omni.step("b", rng=rng)
         stats = omni.call("session_state_stats")
+        assert all(file.alive for file in files)
+        written = [file.read(rows=True) for file in files]
+    assert not any(file.alive for file in files)
+    assert not any(Path(file.path).exists() for file in files)
     assert listed["agree"]
     assert [len(rank["sessions"]) for rank in listed["ranks"]] == [2, 2]
     for (done, then), what, places in (
@@ -400,3 +408,11 @@ def test_two_ranks_of_a_served_dreamzero_list_park_restore_and_close_together(dr
     assert [rank["sessions"] for rank in stats["ranks"]] == [1, 1]
     assert [rank["kv"]["sessions"] for rank in stats["ranks"]] == [1, 1]
     assert stats["ranks"][0]["pid"] != stats["ranks"][1]["pid"]
+    assert written[0].steps == written[1].steps, "what they must agree in, after each of the last steps"
+    for found, rank in zip(written, stats["ranks"], strict=True):
+        assert {name: found.figures[name] for name in rank.keys() - {"rank", "ok"}} == {
+            name: value for name, value in rank.items() if name not in ("rank", "ok")
+        }
+        (row,) = found.rows
+        assert (row.session, row.place, row.used) == (hashed("b"), "device", False)
+        assert sum(row.nbytes.values()) == rank["total_nbytes"]

@@ -15,7 +15,7 @@ ROWS = (
     ("omni",),
     ("adapters",),
     (
-        *("table", "settlement", "outside", "exchange", "levels", "cascade", "eviction"),
+        *("table", "settlement", "watch", "outside", "exchange", "levels", "cascade", "eviction"),
         *("pool", "room", "uses", "manager"),
     ),
     (
@@ -27,7 +27,7 @@ ROWS = (
         *("footprint", "release", "ascending", "tangle", "addresses", "chunks", "glance", "reach"),
         *("growth", "ledger", "accounts", "order", "moves"),
     ),
-    ("errors", "printable", "events", "sizes", "config", "regions", "ids", "losses", "origins"),
+    ("errors", "printable", "events", "sizes", "config", "regions", "ids", "losses", "origins", "rows"),
 )
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
 SERVES = ROOT / "ab" / "child.py"

@@ -26,6 +26,10 @@ from vllm_omni_session_state.tiers.host import HostTier
 MIB = 1 << 20
 
 
+class Runner(SimpleNamespace):
+    """Stands where the host's runner does, and can be held weakly as that can."""
+
+
 class FakeEngine:
     """Stands where the host's ``AsyncOmni`` does."""
 
@@ -35,11 +39,12 @@ class FakeEngine:
         tiers = [None if host_budget is None else HostTier(budget=host_budget) for _ in range(replicas)]
         self.managers = [SessionStateManager(tier=tier) for tier in tiers]
         self.workers = [
-            SimpleNamespace(model_runner=SimpleNamespace(pipeline=SimpleNamespace(_memory_manager=manager)))
+            SimpleNamespace(model_runner=Runner(pipeline=SimpleNamespace(_memory_manager=manager)))
             for manager in self.managers
         ]
         self.between_steps = asyncio.Event()  # calls wait for it, as they do for a running step
         self.between_steps.set()
+        self.request_states = {}  # of the requests that are under way
         self.calls = []
         self.replies = None
 

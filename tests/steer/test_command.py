@@ -75,7 +75,7 @@ def test_a_table_fits_the_terminal_whatever_there_is_to_show(capsys, monkeypatch
         }
         for n, state in enumerate(tables.STATES)
     ]
-    tables.show_sessions({"sessions": rows, "agree": False, "answered": [0, 1]})
+    tables.show_sessions({"sessions": rows, "agree": False, "answered": [0, 1], "age_s": 0.0})
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= columns
     for row in rows:
@@ -146,8 +146,9 @@ def test_what_one_session_refuses_is_one_line_and_the_others_are_done(live, run)
 
 def test_what_cannot_be_done_is_one_clear_line_and_exit_status_2(live, run, monkeypatch):
     guarded, bare = live("a", api_key=KEY), live("a", http=False)
-    slow = live("a")
-    slow.step_runs(True)
+    busy = FakeEngine(options={"http": True})
+    busy.between_steps.clear()
+    slow = live(engine=busy)
     for arguments, words in (
         (("--url", "http://127.0.0.1:9"), "no answer from http://127.0.0.1:9: "),
         (("--url", "nonsense"), "--url 'nonsense' is no address of a server"),

@@ -173,8 +173,8 @@ def page_locked(monkeypatch):
     slabs = set()
     host_memory, is_pinned = transfer.host_memory, torch.Tensor.is_pinned
 
-    def of_slabs(nbytes, *, pinned=False):
-        slab = host_memory(nbytes, pinned=False)
+    def of_slabs(nbytes):
+        slab = host_memory(nbytes)
         slabs.add(slab.untyped_storage().data_ptr())
         return slab
 
@@ -224,43 +224,25 @@ def test_a_session_in_use_is_counted_so(live):
         assert value(fresh(server), "sessions", state="in_use") == 1
 
 
-def test_a_scrape_during_a_running_forward_is_answered_at_once_and_makes_one_call_at_most(live):
+def test_no_scrape_makes_a_call_and_each_has_the_figures_of_now(live):
     server = live("a")
     fresh(server)
     server.step_runs(True)
-    time.sleep(2 * figures.EVERY_S)
-    calls = len(server.engine.calls)
-    took, ages = [], []
-    for _ in range(20):
-        found, seconds, _ = scrape(server)
-        took.append(seconds)
-        ages.append(found["figures_age_seconds",])
-        assert value(found, "sessions", state="idle") == 1
-        time.sleep(0.01)
-    assert sorted(took)[len(took) // 2] < 0.1, took
-    assert ages == sorted(ages)
-    assert ages[0] > figures.EVERY_S
-    assert len(server.engine.calls) == calls, "the one that waits for the step is the only one"
-    server.step_runs(False)
-    assert fresh(server)["figures_age_seconds",] < 2 * figures.EVERY_S
-
-
-def test_the_figures_are_renewed_while_somebody_scrapes_and_not_for_ever(live, monkeypatch):
-    monkeypatch.setattr(figures, "EVERY_S", 0.05)
-    monkeypatch.setattr(metrics, "LINGER_S", 0.3)
-    server = live("a", http=False)
-    assert server.engine.calls == []
-    scrape(server)
-    time.sleep(1.0)
-    calls = len(server.engine.calls)
-    assert 2 <= calls <= 9
-    time.sleep(0.5)
-    assert len(server.engine.calls) == calls
+    manager = server.engine.managers[0]
+    with manager.lease("a"):
+        for _ in range(20):
+            found, _, _ = scrape(server)
+            assert value(found, "sessions", state="in_use") == 1
+            assert found["figures_age_seconds",] < 1
+    found, _, _ = scrape(server)
+    assert value(found, "sessions", state="idle") == 1
+    assert value(found, "hits_total") == manager.stats()["hits"] == 1
+    assert server.engine.calls == [("session_state_figures", ())], "the one of the server's start"
 
 
 def test_before_the_first_figures_a_scrape_has_none(live):
     engine = FakeEngine()
-    engine.replies = []
+    engine.between_steps.clear()
     found, _, text = scrape(live(engine=engine))
     assert found == {}
     assert f"# TYPE {metrics.PREFIX}sessions gauge" in text
@@ -299,7 +281,7 @@ def test_each_replica_is_counted_apart(live):
 def test_workers_without_managed_state_are_asked_once(live, monkeypatch):
     monkeypatch.setattr(figures, "EVERY_S", 0.02)
     engine = FakeEngine()
-    engine.replies = [{"supported": False, "error": "no attribute 'session_state_stats'"}]
+    engine.replies = [{"supported": False, "error": "no attribute 'session_state_figures'"}]
     server = live(engine=engine)
     for _ in range(5):
         scrape(server)

@@ -97,10 +97,10 @@ def test_a_name_of_two_sessions_is_a_409_that_asks_for_the_id(live, capsys):
 
 
 def test_two_sessions_of_one_hash_are_two_rows_and_a_409(live, monkeypatch):
-    server = live("a", "b")
     monkeypatch.setattr(
         "vllm_omni_session_state.ids.fingerprint", lambda key: b"alike!" + key.encode().ljust(10)
     )
+    server = live("a", "b")
     assert listed(server) == [hashed("a")] * 2
     assert server.http("POST", at(hashed("a"), "close"))[0] == 409
     assert server.http("POST", at("b", "close"))[0] == 200
@@ -110,8 +110,8 @@ def test_two_sessions_of_one_hash_are_two_rows_and_a_409(live, monkeypatch):
 def test_a_rank_that_cannot_list_does_not_hide_what_the_others_have(live, monkeypatch):
     engine = FakeEngine(replicas=2, options={"http": True})
     engine.begin("a", replica=0)
+    monkeypatch.setattr(engine.managers[1], "stats", lambda: {}["x"])
     server = live(engine=engine)
-    monkeypatch.setattr(engine.managers[1], "listing", lambda: {}["x"])
     status, found = server.http("GET", SESSIONS)
     assert (status, found["agree"]) == (200, False)
     assert [row["session"] for row in found["sessions"]] == [hashed("a")]
@@ -147,7 +147,7 @@ def row(session):
     }
 
 
-WHOLE = {"agree": True, "answered": [0]}
+WHOLE = {"agree": True, "answered": [0], "age_s": 0.0}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -99,13 +99,15 @@ def test_who_looks_at_a_session_or_acts_on_it_is_told_its_home(halves, name, hom
 
 
 def test_ranks_that_differ_are_shown_to_differ(live):
-    server = live()
-    entry = {"session": "s-1", "place": "device", "used": False, "nbytes": {"cuda:0": 5}, "parked_nbytes": {}}
+    engine = FakeEngine(options={"http": True})
     ranks = [
-        {"rank": 0, "ok": True, "sessions": [entry], "only_kv": ["s-2"]},
-        {"rank": 1, "ok": True, "sessions": [], "only_kv": ["s-2"]},
+        {"rank": 0, "ok": True, "rows": [["s-1", "1", "device", False, 1, {"cuda:0": 5}]]},
+        {"rank": 1, "ok": True, "rows": []},
     ]
-    server.engine.replies = [[{"agree": False, "ranks": ranks}]]
+    for rank in ranks:
+        rank["only_kv"] = {"2": "s-2"}
+    engine.replies = [[{"agree": False, "ranks": ranks}]]
+    server = live(engine=engine)
     status, found = server.http("GET", SESSIONS)
     assert status == 200
     assert not found["agree"]
@@ -184,39 +186,45 @@ def test_what_a_session_refuses_is_said_in_the_words_of_the_refusal(live):
 
 
 def test_a_worker_that_fails_is_named_without_the_words_of_its_error(live, monkeypatch):
-    server = live(SECRET)
-    monkeypatch.setattr(server.engine.managers[0], "listing", lambda: {}[SECRET])
-    status, kind, error = error_of(server.http("GET", SESSIONS))
-    assert (status, kind) == (502, "worker_failed")
-    assert "replica 0 rank 0 (KeyError)" in error["message"]
+    engine = FakeEngine(options={"http": True})
+    engine.begin(SECRET)
+    monkeypatch.setattr(engine.managers[0], "listing", lambda: {}[SECRET])
+    monkeypatch.setattr(engine.managers[0], "stats", lambda: {}[SECRET])
+    server = live(engine=engine)
+    for path in (SESSIONS, at(SECRET)):
+        status, kind, error = error_of(server.http("GET", path))
+        assert (status, kind) == (502, "worker_failed")
+        assert "replica 0 rank 0 (KeyError)" in error["message"]
 
 
 def test_a_call_that_the_host_cannot_make_is_an_error_of_the_one_form(live):
-    server = live("a")
+    engine = FakeEngine(options={"http": True})
 
     async def collective_rpc(**_):
         raise ValueError(SECRET)
 
-    server.engine.collective_rpc = collective_rpc
-    status, kind, error = error_of(server.http("GET", SESSIONS))
-    assert (status, kind) == (502, "worker_failed")
-    assert SECRET not in error["message"]
+    engine.collective_rpc = collective_rpc
+    server = live(engine=engine)
+    for path in (SESSIONS, at("a")):
+        status, kind, error = error_of(server.http("GET", path))
+        assert (status, kind) == (502, "worker_failed")
+        assert SECRET not in error["message"]
 
 
 def test_workers_without_managed_state_say_so(live):
-    server = live()
-    server.engine.replies = [{"supported": False, "error": "no attribute 'session_state_list'"}]
+    engine = FakeEngine(options={"http": True})
+    engine.replies = [{"supported": False, "error": "no attribute 'session_state_figures'"}]
+    server = live(engine=engine)
     assert error_of(server.http("GET", SESSIONS))[:2] == (502, "worker_failed")
 
 
 def test_a_worker_that_is_too_slow_is_answered_for_with_the_last_known_figures(live):
     server = live("a", "b")
-    assert server.http("GET", SESSIONS)[0] == 200  # has the figures renewed
-    wait_until(lambda: ("session_state_stats", ()) in server.engine.calls[1:])
+    assert server.http("GET", SESSIONS)[0] == 200
     server.step_runs(True)
     status, kind, error = error_of(server.http("POST", at("a", "close"), {"timeout_s": 0.2}))
     assert (status, kind, error["pending"]) == (504, "timeout", True)
-    assert error["last_known"]["age_s"] > 0
+    assert error["last_known"]["age_s"] >= 0
     figures = error["last_known"]["figures"]
     assert (figures["sessions"], figures["idle"], figures["nbytes:cpu"]) == (2, 2, 8192)
     # The next one waits behind it, is given up and leaves nothing behind.
@@ -229,10 +237,31 @@ def test_a_worker_that_is_too_slow_is_answered_for_with_the_last_known_figures(l
 
 def test_figures_that_nobody_knows_yet_are_none(live):
     engine = FakeEngine(options={"http": True})
-    engine.replies = []
+    engine.between_steps.clear()
     server = live(engine=engine)
+    for path in (SESSIONS, at("a")):
+        status, kind, error = error_of(server.http("GET", f"{path}?timeout_s=0.1"))
+        assert (status, kind, error["last_known"]) == (504, "timeout", None)
+
+
+def test_a_listing_during_a_running_step_is_answered_and_shows_what_is_in_use(live):
+    server = live("a", "b")
+    assert server.http("GET", SESSIONS)[0] == 200
+    calls = list(server.engine.calls)
     server.step_runs(True)
-    assert error_of(server.http("GET", f"{SESSIONS}?timeout_s=0.1"))[2]["last_known"] is None
+    manager = server.engine.managers[0]
+    with manager.lease("a"):
+        for _ in range(3):
+            status, found = server.http("GET", f"{SESSIONS}?timeout_s=0.1")
+            assert (status, found["agree"], found["age_s"]) == (200, True, 0)
+            assert [(row["session"], row["state"]) for row in found["sessions"]] == [
+                (hashed("b"), "idle"),
+                (hashed("a"), "in_use"),
+            ]
+    manager.park("b")
+    rows = server.http("GET", SESSIONS)[1]["sessions"]
+    assert [(row["session"], row["state"]) for row in rows] == [(hashed("b"), "host"), (hashed("a"), "idle")]
+    assert server.engine.calls == calls, "no worker was asked"
 
 
 def wait_until(holds, within_s=10.0):
@@ -311,7 +340,7 @@ def test_without_the_servers_key_every_route_answers_401_and_does_nothing(live):
             where = path.replace("{name}", "a")
             assert server.http(method.upper(), where) == (401, {"error": "Unauthorized"})
             assert server.http(method.upper(), where, api_key="another")[0] == 401
-    assert not [call for call in server.engine.calls if call[0] != "session_state_stats"]
+    assert server.engine.calls in ([], [("session_state_figures", ())])  # the one of the server's start
     assert server.http("GET", SESSIONS, api_key=KEY)[0] == 200
 
 
@@ -340,7 +369,7 @@ def test_without_the_setting_there_is_no_route_and_nothing_is_said(live, caplog)
     server = live("a", http=False)
     assert ours(server) == {}
     assert server.http("GET", SESSIONS)[0] == 404
-    assert server.engine.calls == []
+    assert server.engine.calls in ([], [("session_state_figures", ())])
     assert caplog.messages == []
 
 

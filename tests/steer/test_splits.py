@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.omni import figures, merged, metrics
+from vllm_omni_session_state.omni import figures, merged, metrics, publish
 from vllm_omni_session_state.omni.splits import Splits
+from vllm_omni_session_state.rows import Row
 
 SECRET = "robot-0815-secret"
 
@@ -26,7 +27,7 @@ def rows(**replicas_of):
 
 
 def entry(name):
-    return {"session": name, "place": "device", "used": False, "nbytes": {"cpu": 1}, "parked_nbytes": 0}
+    return Row(name, f"digest of {name}", "device", used=False, turn=1, nbytes={"cpu": 1})
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,8 @@ def test_a_row_has_one_home_and_agrees_or_has_none_and_does_not(held, kv_only):
                 {
                     "rank": 0,
                     "ok": True,
-                    "sessions": [] if kv_only else [entry(name) for name in names],
-                    "only_kv": names if kv_only else [],
+                    "rows": [] if kv_only else [entry(name) for name in names],
+                    "only_kv": {f"digest of {name}": name for name in names} if kv_only else {},
                 }
             ],
         }
@@ -148,10 +149,10 @@ def test_who_scrapes_sees_how_many_are_split_and_the_log_names_each_once(live, f
 
 
 @pytest.mark.host
-def test_with_one_replica_none_is_split_and_no_listing_is_asked_for(live, fast):
+def test_with_one_replica_none_is_split(live, fast):
     server = live("a")
     until(server, 0)
-    assert {method for method, _ in server.engine.calls} == {"session_state_stats"}
+    assert [method for method, _ in server.engine.calls] == ["session_state_figures"]
 
 
 @pytest.mark.host
@@ -161,16 +162,8 @@ def test_a_replica_that_does_not_answer_heals_nothing(live, fast, heard):
     engine.begin("a", replica=0)
     engine.begin("a", replica=1)
     until(server, 1)
-    whole = engine.collective_rpc
-
-    async def half(**call):
-        return [(await whole(**call))[0], {"error": True, "reason": "gone"}]
-
-    engine.collective_rpc = half
+    publish.publisher_of(engine.workers[1], engine.managers[1], {}).close()
     assert server.http("GET", "/v1/session_state/sessions")[1]["answered"] == [0]
-    time.sleep(0.5)
-    assert sample(server) == 1
-    engine.collective_rpc = whole
     time.sleep(0.5)
     assert sample(server) == 1
     assert len(heard()) == 1
@@ -181,7 +174,7 @@ def test_an_operators_listing_counts_as_a_look(live, fast, monkeypatch, heard):
     monkeypatch.setattr(figures, "LISTED_EVERY_S", 3600.0)
     engine = FakeEngine(replicas=2, options={"http": True})
     server = live(engine=engine)
-    until(server, 0)  # the one listing that the figures ask for
+    until(server, 0)  # the one look of the figures themselves
     engine.begin("a", replica=0)
     engine.begin("a", replica=1)
     for looks in (1, 2, 3):

@@ -7,13 +7,13 @@ import pytest
 from omni_tiny.ways_to_end import some_id
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni_session_state.omni.figures import EVERY_S
 from vllm_omni_session_state.omni.metrics import PREFIX
 
 pytestmark = pytest.mark.host
 
 SESSIONS = "/v1/session_state/sessions"
 KEY = "a-key-of-the-server"
+NOBODY = {"sessions": [], "agree": True, "answered": [0], "age_s": 0.0}
 COUNTS = ("hits", "misses", "evictions", "parks", "restores")
 
 
@@ -62,7 +62,7 @@ def test_a_robots_session_goes_through_every_route_and_goes_on(server, ask):
         for how, done in (("reset", "reset"), ("close", "closed")):
             status, answer = ask("POST", f"/{row['session']}/{how}", {"timeout_s": 60})
             assert (status, answer["done"]) == (200, done)
-            assert ask("GET") == (200, {"sessions": [], "agree": True, "answered": [0]})
+            assert ask("GET") == (200, NOBODY)
             robot.step()
         assert ask("POST", "/nobody/close")[0] == 404
         assert ask("POST", f"/{row['session']}/close", {"timeout_s": 0})[0] == 422
@@ -72,16 +72,17 @@ def test_a_call_during_a_long_step_is_too_slow_and_takes_effect_after_it(server,
     session = some_id()
     with server.robot(session) as robot:
         robot.step()
-        time.sleep(EVERY_S)
-        ask("GET")
-        time.sleep(EVERY_S)  # the figures are renewed behind it
         robot.send_step(lasts_s=3.0)
         time.sleep(0.5)  # it has reached the worker
+        status, found = ask("GET", "?timeout_s=0.5")
+        assert (status, found["age_s"], found["agree"]) == (200, 0, True)
+        assert [row["state"] for row in found["sessions"]] == ["in_use"]
         status, answer = ask("POST", f"/{session}/close", {"timeout_s": 0.5})
         assert (status, answer["error"]["type"], answer["error"]["pending"]) == (504, "timeout", True)
-        assert answer["error"]["last_known"]["figures"]["sessions"] >= 1
+        figures = answer["error"]["last_known"]["figures"]
+        assert (figures["sessions"], figures["in_use"]) == (1, 1)
         assert robot.receive().shape == (8, 8)
-        assert ask("GET") == (200, {"sessions": [], "agree": True, "answered": [0]})
+        assert ask("GET") == (200, NOBODY)
 
 
 def test_a_scrape_during_a_long_step_is_answered_at_once_and_its_figures_are_the_workers(server):
@@ -94,22 +95,24 @@ def test_a_scrape_during_a_long_step_is_answered_at_once_and_its_figures_are_the
             sample.name.removeprefix(PREFIX): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name.startswith(PREFIX) and sample.labels in ({}, {"replica": "0"})
+            if sample.name.startswith(PREFIX)
+            and sample.labels in ({}, {"replica": "0"}, {"replica": "0", "state": "in_use"})
         }
         return took, found
 
     with server.robot(some_id()) as robot:
         for _ in range(3):
             robot.step()
-        scrape()
-        time.sleep(2 * EVERY_S)
         found = scrape()[1]
+        assert (found["sessions"], found["figures_age_seconds"]) == (0, 0)
         (stats,) = server.call("session_state_stats")["ranks"]
         assert {name: found[f"{name}_total"] for name in COUNTS} == {name: stats[name] for name in COUNTS}
         robot.send_step(lasts_s=2.0)
         time.sleep(0.3)
-        took = sorted(scrape()[0] for _ in range(10))
+        scrapes = [scrape() for _ in range(10)]
+        took = sorted(each for each, _ in scrapes)
         assert took[len(took) // 2] < 0.1, took
+        assert {found["sessions"] for _, found in scrapes} == {1}, "it is in use"
         assert robot.receive().shape == (8, 8)
 
 

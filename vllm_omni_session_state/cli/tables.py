@@ -149,6 +149,10 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
     if not found["agree"]:
         split = any(row["home"] is None for row in rows)
         parts.append(Text(f"{DIFFER} {SPLIT if split else 'Not all ranks say the same.'}", "yellow"))
+    if found["age_s"] >= 1:
+        parts.append(
+            Text(f"As of {found['age_s']:.0f} s ago: a worker is asked seldom, as steps run.", "yellow")
+        )
     if trouble is not None:
         parts.append(Text(printable(f"Not up to date: {trouble}"), "bold red"))
     return Group(*parts)

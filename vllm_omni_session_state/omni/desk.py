@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_omni_session_state.ids import may_be_shown
 from vllm_omni_session_state.omni import merged
-from vllm_omni_session_state.omni.figures import Figures
+from vllm_omni_session_state.omni.figures import Figures, Known
 from vllm_omni_session_state.omni.replicas import Asked
 from vllm_omni_session_state.omni.workers import Workers
 
@@ -66,15 +66,16 @@ class Desk:
         Raises:
             RefusedError: With what is to be answered; so for all methods here.
         """
-        asked = await self._ask("session_state_list", timeout_s=timeout_s, partly=True)
-        rows = merged.rows(asked.answers)
-        if asked.whole:
+        known = await self._known(timeout_s=timeout_s)
+        rows = merged.rows(known.asked.answers)
+        if known.asked.whole:
             self._figures.saw(rows)
-        agree = not asked.failures and all(answer["agree"] for answer in asked.answers.values())
+        agree = not known.asked.failures and all(answer["agree"] for answer in known.asked.answers.values())
         return {
             "sessions": rows,
             "agree": agree and not merged.split(rows),
-            "answered": sorted(asked.answers),
+            "answered": sorted({replica for replica, _ in merged.ranks_of(known.asked.answers)}),
+            "age_s": round(known.age_s, 3),
         }
 
     async def session(self, name: str, *, timeout_s: float) -> dict[str, Any]:
@@ -106,6 +107,26 @@ class Desk:
             "agree": home is not None and all(asked.answers[replica]["agree"] for replica in replicas),
         }
 
+    async def _known(self, *, timeout_s: float) -> Known:
+        """What is known of all sessions, with their rows; it waits for workers where that delays no step."""
+        slow = False
+        try:
+            await asyncio.wait_for(self._figures.fresh(), timeout_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            slow = True
+        except Exception as error:
+            raise _failed(error) from error
+        known = await asyncio.to_thread(self._figures.look, rows=True)
+        if known is None and slow:
+            raise RefusedError(
+                504, SLOW, f"no worker answered within timeout_s={timeout_s:g}: none has yet", last_known=None
+            )
+        if known is None:
+            known = Known(Asked({}, []), 0.0)
+        self._judge(known.asked, partly=True)
+        self._figures.want()
+        return known
+
     async def _named(self, method: str, name: str, *, timeout_s: float, **how: bool) -> Asked:
         """Ask about the one session that a name means; it is asked by what is shown before it is by an id.
 
@@ -136,8 +157,7 @@ class Desk:
             raise self._slow(task, timeout_s, pending=sent.is_set())
         error = task.exception()
         if error is not None:
-            # What an error of the host says can name an id.
-            raise RefusedError(502, FAILED, f"the call failed ({type(error).__name__}); see the server's log")
+            raise _failed(error)
         asked = task.result()
         self._figures.want()
         self._judge(asked, partly=partly)
@@ -150,10 +170,10 @@ class Desk:
         else:
             task.cancel()
             what = "others are before it; nothing was sent"
-        known = self._figures.known
+        known = self._figures.look()
         last = None
         if known is not None:
-            last = {"age_s": round(known.age_s, 3), "figures": merged.totals(known.answers)}
+            last = {"age_s": round(known.age_s, 3), "figures": merged.totals(known.asked.answers)}
         return RefusedError(
             504,
             SLOW,
@@ -195,6 +215,11 @@ def _found(asked: Asked) -> list[tuple[int, Mapping[str, Any]]]:
 def _wrong(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What went wrong on a rank: with each session, or with the whole call."""
     return [wrong for wrong in rank.get("errors", [rank]) if wrong is not None]
+
+
+def _failed(error: BaseException) -> RefusedError:
+    # What an error of the host says can name an id.
+    return RefusedError(502, FAILED, f"the call failed ({type(error).__name__}); see the server's log")
 
 
 def _unknown() -> RefusedError:

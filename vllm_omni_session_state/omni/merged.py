@@ -27,26 +27,32 @@ def ranks_of(answers: Answers) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield from ((replica, rank) for rank in answer["ranks"] if rank["ok"])
 
 
-def state_of(entry: Mapping[str, Any]) -> str:
-    """The state of one entry of a listing."""
-    if entry["place"] != "device":
-        return str(entry["place"])
-    return "in_use" if entry["used"] else "idle"
+def state_of(place: str, *, used: bool) -> str:
+    """The state of one rank's part of a session."""
+    if place != "device":
+        return place
+    return "in_use" if used else "idle"
 
 
 def rows(answers: Answers) -> list[Row]:
-    """The sessions of ``session_state_list``, least recently used first, one row for each."""
+    """The sessions of ``session_state_figures``, least recently used first, one row for each.
+
+    Ranks that agree after a step may show a session in two states for a moment: one of them is ahead.
+    """
     found: dict[str, Row] = {}
     for replica, rank in ranks_of(answers):
-        entries, only_kv = rank["sessions"], rank["only_kv"]
-        digests = rank.get("order", [*(entry["session"] for entry in entries), *only_kv])
-        for digest, entry in zip(digests, entries, strict=False):
-            _add(found, digest, replica, entry["session"], state=state_of(entry), nbytes=_held(entry))
-        for digest, session in zip(digests[len(entries) :], only_kv, strict=True):
+        for row in rank["rows"]:
+            state = state_of(row.place, used=row.used)
+            _add(found, row.digest, replica, row.session, state=state, nbytes=row.nbytes)
+        for digest, session in rank["only_kv"].items():
             _add(found, digest, replica, session, state="kv_only", nbytes={})
     for row in found.values():
-        expected = sum(len(answers[replica]["ranks"]) for replica in row["replicas"])
-        _judge(row, alike=row["ranks"] == expected)
+        holding = [answers[replica] for replica in row["replicas"]]
+        if all(answer["agree"] for answer in holding):
+            row["agree"] = alike = True
+        else:
+            alike = row["ranks"] == sum(len(answer["ranks"]) for answer in holding)
+        _judge(row, alike=alike)
     return list(found.values())
 
 
@@ -68,8 +74,8 @@ def one(answers: Answers) -> Row | None:
         entry = rank["session"]
         if entry is None:
             continue
-        digest, session = entry["digest"], entry["session"]
-        _add(found, digest, replica, session, state=state_of(entry), nbytes=_held(entry))
+        state = state_of(entry["place"], used=entry["used"])
+        _add(found, entry["digest"], replica, entry["session"], state=state, nbytes=_held(entry))
         for value in entry["values"]:
             mine = {name: value[name] for name in ("name", "kind", "bucket", "shape")}
             merged = values.setdefault(value["name"], {**mine, "nbytes": {}})

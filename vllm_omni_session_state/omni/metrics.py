@@ -66,12 +66,12 @@ class SessionStateCollector(Collector):
         return families({})
 
     def collect(self) -> Iterator[Metric]:
-        """What is known; never waits."""
+        """What is known; it waits for no worker."""
         self._figures.want(linger_s=LINGER_S)
-        known = self._figures.known
+        known = self._figures.look()
         if known is None:
             return iter(families({}, lost_homes=self._lost()))
-        return iter(families(known.answers, known.age_s, self._figures.split, self._lost()))
+        return iter(families(known.asked.answers, known.age_s, self._figures.split, self._lost()))
 
 
 _registered: dict[CollectorRegistry, SessionStateCollector] = {}
@@ -107,6 +107,11 @@ def families(
     found: list[Metric] = [_gauge("figures_age_seconds", "Age of these figures.", (), _one(age_s))]
     found.append(_gauge("agree", "Whether all ranks say the same.", ("replica",), _agree(answers)))
     found.append(_gauge("ranks_ok", "Ranks that answer.", ("replica",), _answering(answers)))
+    unchanged = [
+        ([f"{n}", f"{rank['rank']}"], rank["unchanged_s"]) for n, rank in every if "unchanged_s" in rank
+    ]
+    words = "Seconds since a worker last wrote its figures, as it does at each event."
+    found.append(_gauge("unchanged_seconds", words, ("replica", "rank"), unchanged))
     states = [
         ([f"{n}", state], count) for n, rank in first.items() for state, count in by_state(rank).items()
     ]

@@ -53,6 +53,7 @@ def serve(workers: Workers, state: Any, *, http: bool) -> None:
     except RuntimeError:  # no server that serves: there is nobody to answer
         return
     figures = Figures(workers, loop)
+    figures.want()  # the one call by which the workers' files are found
     _tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
     if http:
         _tried(
@@ -80,7 +81,6 @@ def _add_routes(workers: Workers, figures: Figures, state: Any) -> None:
 
     app = _application_of(state)
     routes.attach(app, desk.Desk(workers, figures))
-    figures.want()
     LOGGER.info("sessions can be seen and steered under %s", routes.PREFIX)
 
 

@@ -152,6 +152,15 @@ class Replicas:
             for slot, client in affinity.attached().items()
         ]
 
+    def attached(self) -> frozenset[int] | None:
+        """Numbers of those that are there; ``None`` where they are not reached one by one."""
+        if not self._stages:
+            return None
+        stages = enumerate(self._stages)
+        return frozenset(
+            self._number(place, slot) for place, affinity in stages for slot in affinity.attached()
+        )
+
     def of(self, key: str) -> list[Callee]:
         """Those that have a session, or may have it; nobody where it is known to be gone.
 

@@ -90,6 +90,7 @@ class Listing(BaseModel):
     sessions: list[Session]
     agree: bool
     answered: Answered
+    age_s: float = Field(description="How old what is shown is; 0 where the workers write it for the server.")
 
 
 class Done(BaseModel):

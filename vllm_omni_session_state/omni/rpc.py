@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ from vllm_omni_session_state.events import say_failure, say_once
 from vllm_omni_session_state.ids import digest, shown
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import inside, seams
+from vllm_omni_session_state.omni import inside, publish, seams
 from vllm_omni_session_state.omni.imports import when_imported
 from vllm_omni_session_state.omni.named import Named, about
 from vllm_omni_session_state.omni.sleep import hook_shutdown, hook_sleep
@@ -71,21 +70,21 @@ def stats(worker: Any) -> Answer:
         ``ranks``, one mapping each: ``rank``, ``ok``, then the figures or ``error``; and ``agree``,
         whether all ranks did well and count the same sessions and ends. Bytes and blocks may differ.
     """
+    return on_every_rank(
+        lambda: inside.all_figures(_manager(worker), worker.model_runner, _counts(worker)), inside.AGREED
+    )
 
-    def figures() -> Answer:
-        manager = _manager(worker)
-        return {
-            "pid": os.getpid(),
-            **manager.stats(),
-            "bounds": manager.room.bounds(),
-            "moves": manager.cascade.moves.figures(),
-            "kv": inside.kv(worker.model_runner),
-            "kv_sessions": len(inside.kv_sessions(worker.model_runner)),
-            "ends": dict(_counts(worker)),
-        }
 
-    same = ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv_sessions", "ends")
-    return on_every_rank(figures, same)
+def publish_figures(worker: Any) -> Answer:
+    """Begin to write figures and rows to a file, see ``publish``; both as they are now, and where.
+
+    Returns:
+        As for ``stats``; each rank has ``rows`` too, the path of the ``file``, or ``None``, and ``order``, in
+        which ranks agree as well.
+    """
+    return on_every_rank(
+        lambda: publish.answer(worker, _manager(worker), _counts(worker)), (*inside.AGREED, "order")
+    )
 
 
 def list_sessions(worker: Any) -> Answer:
@@ -237,7 +236,8 @@ def expire(worker: Any, *names: str | None, **only: bool) -> Answer:
     return on_every_rank(expire_all, ("gone",))
 
 
-METHODS: dict[str, Callable[..., Answer]] = {
+_METHODS: dict[str, Callable[..., Answer]] = {
+    "session_state_figures": publish_figures,
     "session_state_stats": stats,
     "session_state_list": list_sessions,
     "session_state_inspect": inspect,
@@ -250,6 +250,7 @@ METHODS: dict[str, Callable[..., Answer]] = {
     "session_state_expire": expire,
     "session_state_mark_stale": mark_stale,
 }
+METHODS = {name: publish.after(method) for name, method in _METHODS.items()}
 """By the name under which the worker class has them."""
 
 

@@ -88,6 +88,7 @@ def leave_process(manager: SessionStateManager) -> None:
     turns the signal that ends a worker's time for its shutdown into ``SystemExit``, and would have to kill a
     worker that took no notice.
     """
+    manager.watch.close()
     disk = manager.cascade.disk
     if disk is None or disk.closed:
         return

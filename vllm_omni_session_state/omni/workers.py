@@ -77,6 +77,17 @@ class Workers:
         """How many sessions were lost with their replica, by its number."""
         return self._replicas.lost()
 
+    @property
+    def attached(self) -> frozenset[int] | None:
+        """Numbers of the replicas that are there; ``None`` where the host's pools cannot be reached."""
+        return self._replicas.attached()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way, as far as the host tells: then a call delays nobody."""
+        requests = getattr(self._engine_client, "request_states", None)
+        return requests is not None and not requests
+
     async def close(self, key: str) -> None:
         """End a session wherever it is.
 
