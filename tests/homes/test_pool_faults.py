@@ -216,6 +216,20 @@ def test_a_full_table_asks_for_its_oldest_and_refuses_where_all_live(runtime, mo
     run(scenario, runtime)
 
 
+def test_sessions_of_a_replica_that_is_gone_make_room_and_are_said_to_be_lost(runtime, warnings):
+    async def scenario(pool, clients):
+        orchestrator, homes = Orchestrator(pool), pools.affinity_of(pool).homes
+        homes.most = 4
+        for session in "abcd":
+            await orchestrator.step(session)
+        pool.evict_replica(1)
+        assert [await orchestrator.step(session) for session in "ef"] == [0, 0]
+        assert homes.lost == {1: 2}
+
+    run(scenario, runtime)
+    assert len([line for line in warnings() if "is lost (replica)" in line]) == 2
+
+
 def test_a_new_session_does_not_wait_long_for_room(runtime, monkeypatch):
     monkeypatch.setattr(affinity, "PATIENCE_S", 0.05)
 
