@@ -228,7 +228,7 @@ def test_a_parked_session_is_left_where_it_is_and_that_is_said(tmp_path):
     assert both.compared("a", tmp_path).unread == "flag on, rank 0: its session was parked"
     assert both.manager.peek("a").parked
     (rank,) = both.on.session_state_sizes()["ranks"]
-    assert rank["sizes"] == {shown("a"): {"parked (host)": ANY}}
+    assert rank["sizes"] == {shown("a"): {"parked (host)": ANY, "cpu": 48}}, "frames stay where they are"
 
 
 def test_a_worker_that_cannot_look_says_why(tmp_path, monkeypatch):

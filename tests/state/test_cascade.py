@@ -13,6 +13,7 @@ from tiered import FILE, HOSTED, LIVE, SIZE, all_hold, begin, files, fill, manag
 
 from vllm_omni_session_state import LatentBuffer, skeleton
 from vllm_omni_session_state.errors import CannotParkError, NoRoomError, TierFullError
+from vllm_omni_session_state.events import forget_said
 from vllm_omni_session_state.release import Watch
 from vllm_omni_session_state.tiers.disk import DiskTier
 
@@ -114,6 +115,7 @@ def test_too_many_parked_sessions_refuse_the_new_one_and_drop_nobody(disk):
 
 
 def test_a_value_that_no_file_holds_keeps_its_session_in_memory_and_is_said_once_by_name(disk, caplog):
+    forget_said()
     manager = manager_of(disk, host=3 * HOSTED)
     caplog.set_level(logging.WARNING, logger="vllm_omni.session_state")
     for name in "abcdefgh":
