@@ -36,7 +36,9 @@ class Engine:
 
     async def collective_rpc(self, *, method, args, kwargs, stage_ids):
         assert stage_ids == [1]
-        assert kwargs == {"only_id": True}
+        if method == "session_state_figures":  # asked for at the start, and about no session
+            return []
+        assert kwargs == ({"only_id": True} if args else {})
         self.under_way += 1
         self.most_under_way = max(self.under_way, self.most_under_way)
         await self.between_steps.wait()

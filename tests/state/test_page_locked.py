@@ -131,7 +131,7 @@ def test_figures_of_bytes_are_of_what_is_taken(fake):  # noqa: F811
     stats = manager.stats()
     assert stats["host_parked_nbytes"] == stats["total_nbytes"] == fake.active == 2048
     all_bytes = [entry.parked_nbytes for entry in manager.listing()]
-    assert all_bytes == [2048]
+    assert all_bytes == [{"cpu": 2048}]
 
 
 def test_sessions_that_change_places_at_a_full_budget_are_within_it_after_each_step(fake):  # noqa: F811
@@ -141,7 +141,10 @@ def test_sessions_that_change_places_at_a_full_budget_are_within_it_after_each_s
         all_hold(manager, name)
         manager.room.enforce()
         assert fake.allocated == manager.stats()["host_parked_nbytes"] + cached_in(manager)
-        assert fake.allocated + manager.stats()["host_live_nbytes"] <= manager.cascade.host.budget
+        assert (
+            fake.allocated + manager.stats().get("tier_nbytes:host:live:cpu", 0)
+            <= manager.cascade.host.budget
+        )
     assert manager.stats()["parked_sessions"] >= 3
 
 
