@@ -8,6 +8,7 @@ from pool_fakes import Client, Orchestrator, Thread, assembled, engine_of, stage
 
 from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.omni import affinity, pools
+from vllm_omni_session_state.omni.ends import WorkersStoppedError
 from vllm_omni_session_state.omni.workers import Workers
 
 pytestmark = pytest.mark.host
@@ -252,6 +253,15 @@ def test_a_call_when_the_engine_stops_fails_and_cancels_nobody(served):
 
     run(scenario())
     one.thread = Thread()  # which the fixture stops
+
+
+def test_when_the_server_stops_no_replica_is_called(served):
+    one = served()
+    one.step("a")
+    one.workers._engine_client._shutdown_called = True
+    with pytest.raises(WorkersStoppedError):
+        run(one.workers.close("a"))
+    assert one.calls("session_state_close") == [0, 0]
 
 
 def test_the_first_call_to_a_replica_costs_no_time_to_speak_of(served):

@@ -49,7 +49,7 @@ def test_registering_before_the_host_is_imported_hooks_it_when_it_is():
         "True False",
         "SourceFileLoader SourceFileLoader",
         "True",
-        f"[{seams.SERVER_MODULE!r}]",  # this process is no API server
+        f"[{seams.SERVER_MODULE!r}, {seams.RUNTIME_MODULE!r}]",  # this process has no server and no engine
     ]
 
 

@@ -165,6 +165,8 @@ class Workers:
             del self._open[method, callee]
             if self._deaf:
                 return Asked()
+            if self._stopped:  # a replica that is being shut down would log each call as a failure
+                raise WorkersStoppedError
             try:
                 asked = await callee.call(method, tuple(batch.keys), {"only_id": True})
             except Exception as error:  # noqa: BLE001 - it goes on
