@@ -21,6 +21,7 @@ from vllm_omni_session_state.ids import shown
 from vllm_omni_session_state.lease import Seat
 from vllm_omni_session_state.losses import Reason
 from vllm_omni_session_state.parking import Parked
+from vllm_omni_session_state.settlement import settle
 from vllm_omni_session_state.table import Table
 
 Met = Callable[[Sequence[Seat]], bool]
@@ -178,6 +179,7 @@ class Eviction:
             return
         for name in session.engine_names:
             session.objects[name].evict()
+        settle(session, self._table, self._cascade.declaration)  # what it is charged for is less now
 
 
 def _age(seconds: float) -> str:

@@ -163,14 +163,24 @@ def test_a_name_that_is_no_string_is_said_of_that_one(worker):
     assert rank["parked"] == [False, True]
 
 
-def test_a_listing_tells_sessions_apart_that_are_shown_alike(worker, monkeypatch):
+def listed(*workers):
+    """What a server lists of replicas of one rank each."""
     from vllm_omni_session_state.omni import merged
+    from vllm_omni_session_state.rows import Row
 
+    answers = {number: rpc.publish_figures(each) for number, each in enumerate(workers)}
+    for answer in answers.values():
+        for rank in answer["ranks"]:
+            rank["rows"] = [Row(*row) for row in rank["rows"]]
+    return merged.rows(answers)
+
+
+def test_a_listing_tells_sessions_apart_that_are_shown_alike(worker, monkeypatch):
     monkeypatch.setattr(
         "vllm_omni_session_state.ids.fingerprint", lambda key: b"alike!" + key.encode().ljust(10)
     )
     worker.model_runner._sessions = {"c": None, "d": None}
-    rows = merged.rows({0: rpc.list_sessions(worker)})
+    rows = listed(worker)
     assert [(row["session"], row["state"]) for row in rows] == [
         *[(hashed("a"), "idle")] * 3,
         (hashed("a"), "kv_only"),
@@ -178,7 +188,7 @@ def test_a_listing_tells_sessions_apart_that_are_shown_alike(worker, monkeypatch
     assert all(row["agree"] for row in rows)
     elsewhere = SimpleNamespace(model_runner=Runner(SessionStateManager()))
     elsewhere.model_runner._sessions = {"b": None}
-    rows = merged.rows({0: rpc.list_sessions(worker), 1: rpc.list_sessions(elsewhere)})
+    rows = listed(worker, elsewhere)
     assert [row["replicas"] for row in rows] == [[0], [0, 1], [0], [0]], "KV is known by the session's id too"
     assert (
         only(rpc.inspect(worker, "b"))["session"]["digest"]

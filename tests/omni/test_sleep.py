@@ -155,7 +155,7 @@ def test_one_session_that_breaks_keeps_no_other_on_the_device(monkeypatch, caplo
         with manager.lease(key) as session:
             session.attrs["x"] = 1
     park = manager.park
-    monkeypatch.setattr(manager, "park", lambda key: park(key) if key != "b" else {}[key])
+    monkeypatch.setattr(manager, "park", lambda key, **how: park(key, **how) if key != "b" else {}[key])
     hook_sleep(Worker, lambda _: manager)
     assert Worker().sleep() == "slept"
     assert manager.stats()["parked_sessions"] == 2
