@@ -108,20 +108,26 @@ def test_each_caller_hears_of_its_own_session(method):
     assert str(c) == "rank 1: OSError: no"
 
 
-def test_an_end_that_fails_is_said_of_that_session_alone(caplog):
-    engine = Engine()
-    engine.failing = {"b"}
+def end_all(engine, keys):
+    """Have one robot step sessions and leave; all of their ends have been sent, or have failed."""
 
     async def scenario():
         workers = Workers(engine, [0])
         ends = Ends(workers.close, workers.holds)
-        for key in "abc":
+        for key in keys:
             async with ends.step(key, "robot"):
                 pass
         ends.leave("robot")
         await arrived(ends)
 
     asyncio.run(scenario())
+
+
+def test_an_end_that_fails_is_said_of_that_session_alone(caplog):
+    engine = Engine()
+    engine.failing = {"b"}
+
+    end_all(engine, "abc")
     (line,) = caplog.messages
     assert (
         line
@@ -229,16 +235,7 @@ def test_a_call_that_fails_while_the_server_goes_on_is_a_warning_for_each(caplog
 
     engine.collective_rpc = fail
 
-    async def scenario():
-        workers = Workers(engine, [0])
-        ends = Ends(workers.close, workers.holds)
-        for key in "ab":
-            async with ends.step(key, "robot"):
-                pass
-        ends.leave("robot")
-        await arrived(ends)
-
-    asyncio.run(scenario())
+    end_all(engine, "ab")
     assert [line.split()[4] for line in caplog.messages] == [hashed("a"), hashed("b")]
 
 
