@@ -13,6 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from vllm_omni_session_state import SessionStateManager, accounts, ledger
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.addresses import AddressSpace
+from vllm_omni_session_state.footprint import footprint
 from vllm_omni_session_state.ledger import Ledger
 from vllm_omni_session_state.regions import TIER
 from vllm_omni_session_state.session import Declaration, Role, SessionState
@@ -36,6 +37,16 @@ def any_life_of_sessions():
 
 def a_detached_session():
     accounts_tests.test_a_detached_session_is_counted_until_nobody_holds_it_without_the_garbage_collector()
+
+
+def a_session_between_its_loss_and_its_next_settlement():
+    """Lost, and not yet settled again without the engine's part: who looks at that moment misses nothing."""
+    books, session = Accounts(), SessionState("a")
+    books.open(session.serial)
+    books.settle(session.serial, device=footprint(torch.zeros(10, dtype=torch.uint8)).regions)
+    books.detach(session.serial, session)
+    assert books.figures()["detached_nbytes"] == 10
+    books.check((), idle=set())
 
 
 def a_detached_session_of_both_roles():
@@ -239,7 +250,7 @@ def what_is_outside_adds_up():
 
 CAUGHT_BY = {
     detach_releases_nothing: a_detached_session,
-    detach_charges_nobody: a_detached_session,
+    detach_charges_nobody: a_session_between_its_loss_and_its_next_settlement,
     finalize_is_lost: a_detached_session,
     settle_forgets_what_is_staged: any_life_of_sessions,
     settle_forgets_the_host: values_in_both_roles,
