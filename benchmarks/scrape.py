@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _served(course: Course, aside: Console) -> Measured:
     """All phases on one engine."""
+    from omni_tiny.bfloat16 import VARIABLE as IN_FLOAT32
     from omni_tiny.capacity import FREE_BYTES_VARIABLE, free_bytes
     from omni_tiny.checkpoint.dreamzero import write_dreamzero
     from omni_tiny.inproc import ENGINE, environment
@@ -153,6 +154,7 @@ def _served(course: Course, aside: Console) -> Measured:
             "devices": ",".join(map(str, range(REPLICAS))),
         }
         deploy = write_stage(f"{folder}/deploy.yaml", "dreamzero", stage)
+        os.environ[IN_FLOAT32] = "1"  # a step is to wait, and not to compute
         with environment(FREE_BYTES_VARIABLE, str(free_bytes(2 * CLIENTS))):
             engine = AsyncOmni(model=str(checkpoint), deploy_config=str(deploy))
         logging.getLogger("vllm_omni").setLevel(logging.ERROR)
