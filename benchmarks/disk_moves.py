@@ -91,7 +91,7 @@ class Ours:
     """
 
     def __init__(self, folder: Path, shapes: Shapes) -> None:
-        from vllm_omni_session_state.tiers.disk import DiskTier
+        from vllm_omni_session_state.offload.disk_tier import DiskTier
 
         self.tier = DiskTier(folder / "tier", budget=1 << 40)
         self.tensors = filled(shapes)
@@ -104,21 +104,21 @@ class Ours:
 
     def park(self) -> None:
         """Take the session apart, write it, and let its tensors go."""
-        from vllm_omni_session_state import skeleton
-        from vllm_omni_session_state.pack import pack
+        from vllm_omni_session_state.offload import tree_spec
+        from vllm_omni_session_state.offload.pack import pack
 
         packed = pack({"map": self.tensors})
-        written = skeleton.write(packed.skeleton, packed.storages)
+        written = tree_spec.write(packed.skeleton, packed.storages)
         self._ticket = self.tier.put(written.document, [*packed.storages, *written.extra], session="00" * 16)
         self.tensors = []
 
     def restore(self) -> None:
         """Read the file, verify it, and put the session together; the file stays."""
-        from vllm_omni_session_state import rebuild
-        from vllm_omni_session_state.pack import unpack
+        from vllm_omni_session_state.offload import decode
+        from vllm_omni_session_state.offload.pack import unpack
 
         contents = self.tier.get(self._ticket)
-        skeleton = rebuild.read(contents.document, contents.storages)
+        skeleton = decode.read(contents.document, contents.storages)
         self.tensors = unpack(skeleton, contents.storages)["map"]
         self.trips += 1
 

@@ -24,7 +24,7 @@ from benchmarks.feature_map import HEIGHT, LATENT, WIDTH, feature_map_shapes
 from benchmarks.measure import LapClock
 from vllm_omni_session_state.adapters.dreamzero import attach
 from vllm_omni_session_state.adapters.patches import Patches
-from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.manager.manager import SessionStateManager
 
 FRAMES_PER_BLOCK = 2
 LOCAL_ATTN_SIZE = 4 * FRAMES_PER_BLOCK + 1  # max_chunk_size 4

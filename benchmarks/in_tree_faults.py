@@ -27,8 +27,8 @@ from rich.table import Table
 
 from benchmarks.measure import machine, one_thread
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.footprint import footprint, register_children
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.accounting.footprint import footprint, register_children
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 Figure = int | str
 """Bytes, a count, or the name of what was raised."""

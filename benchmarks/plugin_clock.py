@@ -15,8 +15,8 @@ from typing import Any
 from typing_extensions import Self
 
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.session import SessionAttr
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.state.session import SessionAttr
 
 FIELDS = (SessionAttr, dreamzero.BufferField, dreamzero.EncoderWindowField)
 

@@ -240,14 +240,14 @@ async def _looking(engine: Any, measured: Measured, *, ask: bool) -> Look:
     """One look at metrics and sessions, as the server's own routes take it."""
     from prometheus_client import CollectorRegistry, generate_latest
 
-    from vllm_omni_session_state.omni import metrics
-    from vllm_omni_session_state.omni.desk import Desk
-    from vllm_omni_session_state.omni.figures import Figures
-    from vllm_omni_session_state.omni.workers import Workers
+    from vllm_omni_session_state.omni.admin import metrics
+    from vllm_omni_session_state.omni.admin.service import AdminService
+    from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
+    from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
-    workers = Workers(engine, [0])
-    figures = Figures(workers, asyncio.get_running_loop())
-    desk, registry = Desk(workers, figures), CollectorRegistry()
+    workers = WorkerClient(engine, [0])
+    figures = StatsPoller(workers, asyncio.get_running_loop())
+    desk, registry = AdminService(workers, figures), CollectorRegistry()
     metrics.register(figures, registry)
     await figures.ask()
 
@@ -266,9 +266,9 @@ def _writing(sessions: int) -> dict[str, list[float]]:
     """Microseconds of each writing of a worker with so many sessions, of leases and of moves."""
     import torch
 
-    from vllm_omni_session_state.manager import SessionStateManager
-    from vllm_omni_session_state.omni.publish import Publisher
-    from vllm_omni_session_state.tiers.host import HostTier
+    from vllm_omni_session_state.manager.manager import SessionStateManager
+    from vllm_omni_session_state.omni.worker.publisher import Publisher
+    from vllm_omni_session_state.offload.host_tier import HostTier
 
     manager = SessionStateManager(max_sessions=sessions, tier=HostTier(budget=1 << 30))
     keys = [f"robot-{number}" for number in range(sessions)]
@@ -312,7 +312,7 @@ def _writing(sessions: int) -> dict[str, list[float]]:
 
 
 def _rows(path: str) -> int:
-    from vllm_omni_session_state.omni.stats_place import WorkerFile
+    from vllm_omni_session_state.omni.stats_file.place import WorkerFile
 
     return len(WorkerFile(path).read(rows=True).rows or ())
 

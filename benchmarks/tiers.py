@@ -139,7 +139,7 @@ def leases(*, rounds: int) -> Figures:
     import torch
 
     from vllm_omni_session_state import SessionStateManager
-    from vllm_omni_session_state.tiers.host import HostTier
+    from vllm_omni_session_state.offload.host_tier import HostTier
 
     manager = SessionStateManager(
         max_sessions=OTHERS + 1, device_budget=1 << 30, tier=HostTier(budget=1 << 30)
@@ -182,7 +182,7 @@ class Ours:
 
     def __init__(self, shapes: Shapes) -> None:
         from vllm_omni_session_state import SessionStateManager
-        from vllm_omni_session_state.tiers.host import HostTier
+        from vllm_omni_session_state.offload.host_tier import HostTier
 
         self.manager = SessionStateManager(device_budget=0, tier=HostTier(budget=1 << 40))
         with self.manager.lease("bench") as session:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.printable import escaped
+from vllm_omni_session_state.base.ids import redacted_id
+from vllm_omni_session_state.base.printable import escaped
 
 NAMED = [
     "robot\nINFO session manager: budgets lifted by operator\x1b[2K\r",
@@ -47,7 +47,7 @@ ids = st.one_of(st.sampled_from(NAMED), _PLAIN, _ODD, _LONG, _HASH)
 def sessions(draw: st.DrawFn) -> list[str]:
     """The ids of sessions that are there together, some made to be taken for others."""
     keys: list[str] = draw(st.lists(ids, min_size=1, max_size=6))
-    copies = st.sampled_from([hashed, escaped, "{}\u200b".format, "{} ".format, repr])
+    copies = st.sampled_from([redacted_id, escaped, "{}\u200b".format, "{} ".format, repr])
     for _ in range(draw(st.integers(0, 4))):
         keys.append(draw(copies)(draw(st.sampled_from(keys))))
     return list(dict.fromkeys(keys))

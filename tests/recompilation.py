@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state.pack import _Unpacking
-from vllm_omni_session_state.slots import TensorSlot
+from vllm_omni_session_state.offload.pack import _Unpacking
+from vllm_omni_session_state.offload.slots import TensorSlot
 
 
 class CountingBackend:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state.offload.file_system import System
 
 CALLS = [name for name in vars(System) if not name.startswith("_")]
 

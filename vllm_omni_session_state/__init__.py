@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.contract import StateObject
-    from vllm_omni_session_state.manager import SessionStateManager
-    from vllm_omni_session_state.objects import LatentBuffer
-    from vllm_omni_session_state.paged import PagedKV
-    from vllm_omni_session_state.session import SessionAttr, SessionState
+    from vllm_omni_session_state.state.state_object import StateObject
+    from vllm_omni_session_state.manager.manager import SessionStateManager
+    from vllm_omni_session_state.state.buffers import LatentBuffer
+    from vllm_omni_session_state.state.paged_kv import PagedKV
+    from vllm_omni_session_state.state.session import SessionAttr, SessionState
 
 __version__ = "0.1.0"
 

@@ -7,12 +7,13 @@ def register() -> None:
     """Hook the host's loader and API server. Idempotent; imports neither vLLM nor torch; never raises."""
     try:
         # Imported here: an import error must not escape.
-        from vllm_omni_session_state import ids  # noqa: PLC0415
-        from vllm_omni_session_state.omni import loader, serving  # noqa: PLC0415
+        from vllm_omni_session_state.base import ids  # noqa: PLC0415
+        from vllm_omni_session_state.omni.hooks import loader  # noqa: PLC0415
+        from vllm_omni_session_state.omni.server import hooks  # noqa: PLC0415
 
         ids.export_key()  # whatever the flag says: the workers inherit it, and no config is read yet
         loader.install()
-        serving.install()
+        hooks.install()
     except Exception as error:  # noqa: BLE001 - raising here would end the host's process
         import logging  # noqa: PLC0415
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import made
 import numpy as np
 
-from vllm_omni_session_state.ab.jobs import FLAG, THREADS
-from vllm_omni_session_state.ab.recording import Recording, write_recording
-from vllm_omni_session_state.ab.reports import end_with_reader, reporting
-from vllm_omni_session_state.ab.robots import Robots
+from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS
+from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
+from vllm_omni_session_state.ab.runs.event_channel import end_with_reader, reporting
+from vllm_omni_session_state.ab.workload.dreamzero import Robots
 
 
 def main():
@@ -45,7 +45,7 @@ def main():
     with reporting(asked.events) as report:
         report(phase="loading")
         steps = asked.steps + (does == "other")
-        sent = Recording(asked.replay) if asked.replay else Robots(sessions=asked.sessions, steps=steps)
+        sent = Trace(asked.replay) if asked.replay else Robots(sessions=asked.sessions, steps=steps)
         if asked.record:
             write_recording(asked.record, sent)
         asks = [[ask.session, ask.do, dict(ask.words)] for ask in sent.asks]

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_session_state.ab import run
-from vllm_omni_session_state.ab.asks import numbered
-from vllm_omni_session_state.ab.jobs import FLAG
-from vllm_omni_session_state.ab.recording import write_recording
-from vllm_omni_session_state.ab.robots import Robots
+from vllm_omni_session_state.ab import command
+from vllm_omni_session_state.ab.workload.requests import numbered
+from vllm_omni_session_state.ab.runs.subprocess import FLAG
+from vllm_omni_session_state.ab.workload.trace import write_recording
+from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.cli.main import main
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 def ab(tmp_path, monkeypatch, capfd):
     """Run the command in a folder with a deploy YAML; its exit status and its words."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "CHILD", "fake_child")
+    monkeypatch.setattr(command, "CHILD", "fake_child")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
     monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "deploy.yaml").write_text("stages: []\n")
@@ -126,7 +126,7 @@ def test_a_report_that_cannot_be_written_is_said_after_the_verdict(ab, tmp_path,
     def page(result):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run, "page", page)
+    monkeypatch.setattr(command, "page", page)
     status, out, _ = ab("--out", "x", fake="on differs")
     assert status == 2
     assert "COULD NOT RUN: the report cannot be written: [Errno 28] No space left on device" in out

@@ -23,8 +23,8 @@ import pytest
 import yaml
 from profiles import LONG
 
-from vllm_omni_session_state.ab.document import COULD_NOT_RUN, DIFFERENT, EQUAL
-from vllm_omni_session_state.ab.states import state_file
+from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL
+from vllm_omni_session_state.ab.compare.states import state_file
 
 pytestmark = pytest.mark.host
 

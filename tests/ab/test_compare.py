@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from profiles import sized
 from safetensors.torch import save_file
 
-from vllm_omni_session_state.ab.compare import compare, file_of, numbers_of
-from vllm_omni_session_state.ab.tensors import BYTES, NAMES, DamagedFileError, Kind, TensorFile
+from vllm_omni_session_state.ab.compare.comparison import compare, file_of, numbers_of
+from vllm_omni_session_state.ab.compare.tensor_file import BYTES, NAMES, DamagedFileError, Kind, TensorFile
 
 
 @st.composite

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionState, SessionStateManager
-from vllm_omni_session_state.ab.child import Stage, _last_looks, served_in
-from vllm_omni_session_state.ab.compare import PER_STEP, compare
-from vllm_omni_session_state.ab.look import LookingWorker
-from vllm_omni_session_state.ab.robots import Robots
-from vllm_omni_session_state.ab.states import compare_state, state_file, write_state
+from vllm_omni_session_state.ab.runs.child import Stage, _last_looks, served_in
+from vllm_omni_session_state.ab.compare.comparison import PER_STEP, compare
+from vllm_omni_session_state.ab.runs.worker_probe import ProbedWorker
+from vllm_omni_session_state.ab.workload.dreamzero import Robots
+from vllm_omni_session_state.ab.compare.states import compare_state, state_file, write_state
 from vllm_omni_session_state.adapters.dreamzero import view_of
-from vllm_omni_session_state.events import LOGGER, MOST_HEARD
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.log import LOGGER, MOST_HEARD
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
 
@@ -39,7 +39,7 @@ class FakeWorker:
         self.model_runner = SimpleNamespace(pipeline=pipeline)
 
 
-class Worker(LookingWorker, FakeWorker):
+class Worker(ProbedWorker, FakeWorker):
     """As the host makes one of the two."""
 
 
@@ -137,11 +137,11 @@ def test_while_both_do_the_same_nothing_is_said(tmp_path_factory, steps, last):
             assert (found.values > 0) == there
             assert (each in both.manager) == there, "looking makes no session"
         off, on = both.sizes()
-        assert set(on) == set(off) == {shown(each) for each in both.states}
+        assert set(on) == set(off) == {display_id(each) for each in both.states}
         for each, state in both.states.items():
             frames = 0 if state.vae_encoder_out is None else state.vae_encoder_out.shape[2]
             unread = max(0, frames - WINDOW) * 2 * 4
-            assert off[shown(each)] == on[shown(each)] + unread
+            assert off[display_id(each)] == on[display_id(each)] + unread
 
 
 @sized(400)
@@ -228,7 +228,7 @@ def test_a_parked_session_is_left_where_it_is_and_that_is_said(tmp_path):
     assert both.compared("a", tmp_path).unread == "flag on, rank 0: its session was parked"
     assert both.manager.peek("a").parked
     (rank,) = both.on.session_state_sizes()["ranks"]
-    assert rank["sizes"] == {shown("a"): {"parked (host)": ANY, "cpu": 48}}, "frames stay where they are"
+    assert rank["sizes"] == {display_id("a"): {"parked (host)": ANY, "cpu": 48}}, "frames stay where they are"
 
 
 def test_a_worker_that_cannot_look_says_why(tmp_path, monkeypatch):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from profiles import sized
 from safetensors.numpy import load_file, save_file
 
-from vllm_omni_session_state.ab.asks import COSMOS3, DREAMZERO, numbered
-from vllm_omni_session_state.ab.clips import Clips
-from vllm_omni_session_state.ab.recording import Recording, write_recording
-from vllm_omni_session_state.ab.robots import Robots
-from vllm_omni_session_state.ab.tensors import DOCUMENT, DamagedFileError, TensorFile
+from vllm_omni_session_state.ab.workload.requests import COSMOS3, DREAMZERO, numbered
+from vllm_omni_session_state.ab.workload.cosmos3 import Clips
+from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
+from vllm_omni_session_state.ab.workload.dreamzero import Robots
+from vllm_omni_session_state.ab.compare.tensor_file import DOCUMENT, DamagedFileError, TensorFile
 
 DTYPES = ("bool", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64")
 
@@ -70,7 +70,7 @@ def same(first, second):
 def test_what_is_written_is_read(tmp_path_factory, observations):
     path = tmp_path_factory.getbasetemp() / "round.safetensors"
     write_recording(path, observations)
-    same(observations, Recording(path))
+    same(observations, Trace(path))
     kinds = {name: array.shape for name, array in load_file(path).items()}
     assert kinds == {name: kind.shape for name, kind in TensorFile(path).kinds.items()}
 
@@ -80,7 +80,7 @@ def test_what_is_written_is_read(tmp_path_factory, observations):
 def test_what_is_drawn_is_the_same_each_time_and_can_be_recorded(tmp_path, draw, sessions, steps):
     drawn = draw(sessions=sessions, steps=steps)
     write_recording(tmp_path / "a", drawn)
-    same(draw(sessions=sessions, steps=steps), Recording(tmp_path / "a"))
+    same(draw(sessions=sessions, steps=steps), Trace(tmp_path / "a"))
     asked = [ask for ask in drawn.asks if ask.do in ("step", "generate")]
     assert len(asked) == sessions * steps
     assert len({ask.words["seed"] for ask in drawn.asks if "seed" in ask.words}) == len(asked)
@@ -129,7 +129,7 @@ def test_a_damaged_recording_is_one_error_that_names_it_or_is_read_as_some_recor
     damaged.write_bytes(content)
     said = None
     try:
-        recording = Recording(damaged)
+        recording = Trace(damaged)
         arrays = [recording.arrays(ask) for ask in recording.asks]
     except DamagedFileError as error:
         said = str(error)
@@ -148,7 +148,7 @@ def test_a_recording_that_is_cut_off_is_no_recording(whole, cut):
     damaged = whole.with_name("cut.safetensors")
     damaged.write_bytes(content[: -1 - cut % (len(content) - 1)])
     with pytest.raises(DamagedFileError):
-        Recording(damaged)
+        Trace(damaged)
 
 
 STEP = {"session": 1, "do": "step", "prompt": "wave", "seed": 0}
@@ -197,15 +197,15 @@ def test_what_is_wrong_with_a_strangers_file_is_said(tmp_path, document, arrays,
     path = tmp_path / "strange.safetensors"
     save_file(arrays, path, metadata={} if document is None else {DOCUMENT: json.dumps(document)})
     with pytest.raises(DamagedFileError, match=said):
-        Recording(path)
+        Trace(path)
 
 
 def test_a_strangers_file_that_is_right_is_read(tmp_path):
     path = tmp_path / "right.safetensors"
     save_file(IMAGE, path, metadata={DOCUMENT: json.dumps(recorded(COSMOS3, [CLIP]))})
-    (ask,) = Recording(path).asks
+    (ask,) = Trace(path).asks
     assert ask.label == "I2V"
-    assert np.array_equal(Recording(path).arrays(ask)["image"], IMAGE["0/image"])
+    assert np.array_equal(Trace(path).arrays(ask)["image"], IMAGE["0/image"])
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\2" + b"\0" * 7 + b"[]", b"\xff" * 64, b"[" * 200_000])
@@ -213,8 +213,8 @@ def test_what_is_no_file_of_tensors_is_none(tmp_path, content):
     path = tmp_path / "none"
     path.write_bytes(content)
     with pytest.raises(DamagedFileError, match="none: "):
-        Recording(path)
+        Trace(path)
     nested = b"[" * 100_000
     Path(path).write_bytes(len(nested).to_bytes(8, "little") + nested)
     with pytest.raises(DamagedFileError, match="no JSON"):
-        Recording(path)
+        Trace(path)

@@ -10,7 +10,8 @@ import pytest
 from profiles import LONG
 
 from benchmarks import scrape
-from vllm_omni_session_state.omni import publish, stats_place
+from vllm_omni_session_state.omni.worker import publisher
+from vllm_omni_session_state.omni.stats_file import place
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.host
 
 
 def test_each_begin_and_end_of_a_lease_and_each_move_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(stats_place, "BASE", str(tmp_path))
+    monkeypatch.setattr(place, "BASE", str(tmp_path))
     found = scrape._writing(20)
     assert {name: len(took) for name, took in found.items()} == {
         "write_us_20": 6000,
@@ -28,8 +29,8 @@ def test_each_begin_and_end_of_a_lease_and_each_move_is_measured(tmp_path, monke
 
 
 def test_a_worker_that_writes_nothing_is_not_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(stats_place, "BASE", str(tmp_path))
-    monkeypatch.setattr(publish.Publisher, "_write", lambda *_, **__: None)
+    monkeypatch.setattr(place, "BASE", str(tmp_path))
+    monkeypatch.setattr(publisher.Publisher, "_write", lambda *_, **__: None)
     with pytest.raises(Exception, match=r"it has written nothing|header does not fit"):
         scrape._writing(20)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks import disk_moves, tiers
 from benchmarks.feature_map import filled, same_bits
 from benchmarks.measure import turns
-from vllm_omni_session_state.errors import BadFileError
+from vllm_omni_session_state.base.errors import BadFileError
 
 FIGURES = {
     "host_over_memcpy",

@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
-from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.accounting.regions import Region
 
 Byte = tuple[str, int]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from byte_oracle import array_region, regions
 
-from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.regions import Region
+from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.accounting.regions import Region
 
 
 def test_an_array_counts_the_allocation_behind_any_view():

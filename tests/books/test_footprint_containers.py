@@ -12,8 +12,8 @@ import pytest
 import torch
 from byte_oracle import regions
 
-from vllm_omni_session_state import footprint as footprint_module
-from vllm_omni_session_state.footprint import footprint, register_children
+from vllm_omni_session_state.accounting import footprint as footprint_module
+from vllm_omni_session_state.accounting.footprint import footprint, register_children
 
 
 @pytest.fixture

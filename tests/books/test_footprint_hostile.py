@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.footprint import footprint, owned_regions
+from vllm_omni_session_state.accounting.footprint import footprint, owned_regions
 
 
 class Lying(Sequence):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.footprint import footprint, register_children
+from vllm_omni_session_state.accounting.footprint import footprint, register_children
 
 register_children(Box, lambda box: (box.held,))
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import count, sized
 
-from vllm_omni_session_state.footprint import footprint, owned_regions, register_children
+from vllm_omni_session_state.accounting.footprint import footprint, owned_regions, register_children
 
 
 class Pipeline:

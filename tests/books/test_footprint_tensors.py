@@ -8,7 +8,7 @@ import pytest
 import torch
 from byte_oracle import region, regions
 
-from vllm_omni_session_state.footprint import footprint
+from vllm_omni_session_state.accounting.footprint import footprint
 
 
 def test_a_narrow_view_counts_the_whole_storage_and_many_views_count_it_once():

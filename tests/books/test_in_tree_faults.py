@@ -18,8 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.in_tree_faults import ROWS, in_tree, ours
-from vllm_omni_session_state.footprint import footprint, register_children
-from vllm_omni_session_state.ledger import Ledger
+from vllm_omni_session_state.accounting.footprint import footprint, register_children
+from vllm_omni_session_state.accounting.ledger import Ledger
 
 
 @dataclass

@@ -16,10 +16,10 @@ from hypothesis.stateful import (
 )
 from profiles import count, sized
 
-from vllm_omni_session_state import addresses as addresses_module
-from vllm_omni_session_state import ascending
-from vllm_omni_session_state.ledger import Ledger, UnknownOwnerError
-from vllm_omni_session_state.regions import Region, union
+from vllm_omni_session_state.accounting import interval_counter as addresses_module
+from vllm_omni_session_state.accounting import sorted_list
+from vllm_omni_session_state.accounting.ledger import Ledger, UnknownOwnerError
+from vllm_omni_session_state.accounting.regions import Region, union
 
 
 def addresses(regions) -> set[tuple[str, int]]:
@@ -116,7 +116,7 @@ class LedgerMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True, params=[512, 4], ids="chunks of {}".format)
 def chunk_size(request, monkeypatch):
     """Also with chunks so small that a handful of regions fills several."""
-    for module in (addresses_module, ascending):
+    for module in (addresses_module, sorted_list):
         monkeypatch.setattr(module, "CHUNK", request.param)
 
 

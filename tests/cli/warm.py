@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 from vllm_omni_session_state.cli.main import main
-from vllm_omni_session_state.omni import survey
+from vllm_omni_session_state.omni import compat
 
 
 def run(job):
@@ -44,5 +44,5 @@ def run(job):
 
 if __name__ == "__main__":
     jobs = json.load(sys.stdin)
-    survey.survey()  # imports what a run looks at
+    compat.survey()  # imports what a run looks at
     json.dump([run(job) for job in jobs], sys.__stdout__)

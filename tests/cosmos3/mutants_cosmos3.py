@@ -7,7 +7,7 @@ from unittest import mock
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.cosmos3 import Cosmos3Adapter, Cosmos3State
-from vllm_omni_session_state.objects import EncodeOnceKV
+from vllm_omni_session_state.state.buffers import EncodeOnceKV
 
 
 class Sink:

@@ -7,7 +7,7 @@ import pytest
 import test_session_state_cosmos3 as tests
 
 from vllm_omni_session_state.adapters.cosmos3 import Cosmos3State
-from vllm_omni_session_state.errors import IdentityMismatchError
+from vllm_omni_session_state.base.errors import IdentityMismatchError
 
 pytestmark = pytest.mark.host
 

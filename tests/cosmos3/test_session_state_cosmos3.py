@@ -15,7 +15,7 @@ from omni_tiny.ranks import run_in_ranks
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.cosmos3 import BRANCHES, Cosmos3State
-from vllm_omni_session_state.release import Watch
+from vllm_omni_session_state.accounting.release import Watch
 
 pytestmark = pytest.mark.host
 

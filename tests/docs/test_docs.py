@@ -18,10 +18,10 @@ import vocabulary
 import yaml
 from pages import DOCS, PAGES, PROJECT, Block
 
-from vllm_omni_session_state import config
-from vllm_omni_session_state.config import ENV_FLAG, FLAG
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.omni import rpc
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.omni.worker import rpc
 
 BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
 ENABLING, MODELS, BUDGETS, ENDS = (DOCS / f"{name}.md" for name in ("enabling", "models", "budgets", "ends"))
@@ -163,9 +163,9 @@ def test_the_flag_in_a_yaml_arrives_in_the_workers_configuration(block, dreamzer
     file.write_text(block.text)
     arrived = travel.worker_config(model, deploy_config=str(file))
     assert getattr(arrived, FLAG) is True
-    settings, complaints = config.resolve(None, {}, options=config.options_of(arrived))
+    settings, complaints = settings.resolve(None, {}, options=settings.options_of(arrived))
     assert complaints == ()
-    assert (settings == config.Settings()) is ("session_state:" not in block.text)
+    assert (settings == settings.Settings()) is ("session_state:" not in block.text)
     without = "".join(line for line in block.text.splitlines(keepends=True) if FLAG not in line)
     assert without != block.text
     file.write_text(without)
@@ -247,8 +247,8 @@ def test_the_host_refuses_nonsense_in_a_yaml_in_the_words_of_the_page(dreamzero,
 def test_every_setting_stands_in_a_table_with_its_default():
     rows = [*pages.table(BUDGETS, "setting"), *pages.table(ENDS, "setting")]
     shown = {row[0].strip("`"): re.split("[:`]", row[2].strip("`"))[0] for row in rows}
-    default = config.Settings()
-    assert shown.keys() == set(config._OPTION_NAMES)
+    default = settings.Settings()
+    assert shown.keys() == set(settings._OPTION_NAMES)
     for name, text in shown.items():
         value = getattr(default, name.replace(".", "_"))
         word = "none" if value is None else "off" if value is False else value
@@ -286,7 +286,7 @@ def test_a_name_that_does_not_exist_is_caught():
         "LatentBufer",
         "manager.pyx.py",
         "evict_all()",
-        "vllm_omni_session_state.manager.Manager",
+        "vllm_omni_session_state.manager.manager.Manager",
         "tiers/tape.py",
         "tires/",
     ):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pages import PROJECT
 
-from vllm_omni_session_state import config
-from vllm_omni_session_state.config import ENV_FLAG
-from vllm_omni_session_state.ids import ENV_KEY
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.settings import ENV_FLAG
+from vllm_omni_session_state.base.ids import ENV_KEY
 
 PACKAGE = PROJECT / "vllm_omni_session_state"
 HOST_FILES = (
@@ -43,7 +43,7 @@ PINS = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "DIFFUSION_ATTENTION_BACKE
 
 OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", *PINS, *dir(dict)})
 VARIABLES = frozenset(
-    {ENV_KEY, *(f"{ENV_FLAG}_{name.upper().replace('.', '_')}" for name in config._OPTION_NAMES)}
+    {ENV_KEY, *(f"{ENV_FLAG}_{name.upper().replace('.', '_')}" for name in settings._OPTION_NAMES)}
 )
 """Settings as variables, of which the code builds the names."""
 

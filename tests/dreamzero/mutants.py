@@ -11,8 +11,8 @@ from unittest import mock
 
 from vllm_omni_session_state import SessionAttr, SessionState, SessionStateManager
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.objects import LatentBuffer
-from vllm_omni_session_state.omni import loader
+from vllm_omni_session_state.state.buffers import LatentBuffer
+from vllm_omni_session_state.omni.hooks import loader
 from vllm_omni_session_state.plugin import register
 
 

@@ -9,8 +9,8 @@ import torch
 from lockstep import same_bits
 from omni_tiny.inproc import TinyDreamZero
 
-from vllm_omni_session_state.adapters.latents import FIELD
-from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.adapters.video_latents import FIELD
+from vllm_omni_session_state.base.log import forget_said
 
 
 class Rollouts:

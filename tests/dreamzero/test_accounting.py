@@ -14,8 +14,8 @@ from lockstep import broken_diffuse
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.dreamzero import DECLARED, HOST_MODULE, OUTSIDE
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.footprint import footprint
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.accounting.footprint import footprint
 
 pytestmark = pytest.mark.host
 

@@ -12,10 +12,10 @@ from lockstep import Lockstep
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.dreamzero import view_of
-from vllm_omni_session_state.adapters.latents import Policy
+from vllm_omni_session_state.adapters.video_latents import Policy
 from vllm_omni_session_state.plugin import register
-from vllm_omni_session_state.spill import SEGMENT, Spiller
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 pytestmark = pytest.mark.host
 

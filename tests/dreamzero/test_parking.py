@@ -10,17 +10,11 @@ import torch
 from omni_tiny.inproc import TinyDreamZero
 from profiles import LONG
 
-from vllm_omni_session_state.errors import (
-    NoRoomError,
-    SessionParkedError,
-    SessionRestoreFailedError,
-    SessionStateLostError,
-    TierFaultError,
-)
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import NoRoomError, SessionParkedError, SessionRestoreFailedError, SessionStateLostError, TierFaultError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
 
@@ -118,7 +112,7 @@ def test_twelve_sessions_two_on_the_device_four_in_host_memory_and_the_rest_on_t
 ):
     manager = model.pipeline._memory_manager
     nbytes = one_session_nbytes(model)
-    kv_nbytes = kv.most_nbytes(model.runner.kv_cache)
+    kv_nbytes = engine_kv.most_nbytes(model.runner.kv_cache)
     disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
     manager.cascade.host, manager.room.device_budget = HostTier(budget=5 * (nbytes + kv_nbytes)), 2 * nbytes
     places = []
@@ -221,8 +215,8 @@ def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatc
 
 def test_the_in_tree_manager_with_a_cap_of_two_in_the_same_rig(alone, dreamzero_checkpoint, monkeypatch):
     """Its cap drops the oldest session: printed is how many outputs are another rollout's."""
-    from vllm_omni_session_state.config import ENV_MAX_SESSIONS
-    from vllm_omni_session_state.omni import loader
+    from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
+    from vllm_omni_session_state.omni.hooks import loader
 
     monkeypatch.setattr(loader, "attach", lambda *_: None)
     monkeypatch.setenv(ENV_MAX_SESSIONS, "2")

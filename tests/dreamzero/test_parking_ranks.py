@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from profiles import LONG
 
-from vllm_omni_session_state.config import ENV_FLAG
+from vllm_omni_session_state.base.settings import ENV_FLAG
 
 pytestmark = pytest.mark.host
 
@@ -114,7 +114,7 @@ def in_rank(rank, checkpoint, steps):
     from vllm_omni.diffusion.worker.diffusion_worker import get_world_group
 
     from benchmarks.two_ranks import serve, unequal_pools
-    from vllm_omni_session_state.errors import SessionRestoreFailedError
+    from vllm_omni_session_state.base.errors import SessionRestoreFailedError
 
     seen = {"served": serve(rank, checkpoint, steps)}
     options = {"session_state": {"host_budget": "1GiB", "device_budget": MODEL_OWNED_BYTES}}

@@ -11,7 +11,7 @@ import torch
 from omni_tiny.inproc import TinyDreamZero
 from recompilation import CountingBackend, bring_back_changed
 
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
 

@@ -15,15 +15,16 @@ from omni_tiny.inproc import TinyDreamZero
 from profiles import LONG, count
 from rollouts import Rollouts, loaded
 
-from vllm_omni_session_state import SessionStateManager, spill
-from vllm_omni_session_state.adapters import latents
-from vllm_omni_session_state.adapters.latents import FIELD, policy_of
-from vllm_omni_session_state.errors import LatentsUnreadableError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.spill import SEGMENT
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state import SessionStateManager
+from vllm_omni_session_state.offload import spill
+from vllm_omni_session_state.adapters import video_latents
+from vllm_omni_session_state.adapters.video_latents import FIELD, policy_of
+from vllm_omni_session_state.base.errors import LatentsUnreadableError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.offload.spill import SEGMENT
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.file_system import System
 
 pytestmark = pytest.mark.host
 
@@ -238,7 +239,7 @@ def test_host_bytes_stay_flat_over_2000_steps_and_the_video_is_equal(
 
 @pytest.mark.parametrize("last", [1, 2, 5])
 def test_the_last_chunks_are_kept_and_decoded_on_their_own(rollouts, monkeypatch, last):
-    rollouts.use(monkeypatch, latents.Policy(last=last))
+    rollouts.use(monkeypatch, video_latents.Policy(last=last))
     for _ in range(last + last // 4 + 1):
         rollouts.steps(1)
         assert len(rollouts.buffer()) <= last + last // 4
@@ -255,7 +256,7 @@ def test_the_last_chunks_are_kept_and_decoded_on_their_own(rollouts, monkeypatch
 
 
 def test_keep_writes_nothing_though_there_is_a_disk(rollouts, monkeypatch):
-    rollouts.use(monkeypatch, latents.Policy())
+    rollouts.use(monkeypatch, video_latents.Policy())
     rollouts.steps(3 * FEW)
     assert rollouts.disk_nbytes == 0
     assert len(rollouts.buffer()) == 3 * FEW
@@ -276,17 +277,17 @@ def test_a_setting_that_cannot_be_followed_is_said_once_and_ignored(tmp_path, ca
     disk = DiskTier(tmp_path, budget=1)
     without, with_disk = SessionStateManager(), SessionStateManager(disk=disk)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
-        assert policy_of("spill", without, DreamZeroPipeline) == latents.Policy()
-        assert policy_of("spill", without, DreamZeroPipeline) == latents.Policy()
+        assert policy_of("spill", without, DreamZeroPipeline) == video_latents.Policy()
+        assert policy_of("spill", without, DreamZeroPipeline) == video_latents.Policy()
         forget_said()
-        assert policy_of("spill", with_disk, ReadsElsewhere) == latents.Policy()
+        assert policy_of("spill", with_disk, ReadsElsewhere) == video_latents.Policy()
     assert [record.getMessage().split(";")[0][:76] for record in caplog.records] == [
         "video_latents=spill needs disk.path and disk.budget",
         "video_latents=spill needs a vLLM-Omni whose decode reads through get_concate",
     ]
     assert policy_of("spill", with_disk, DreamZeroPipeline).spiller is with_disk.cascade.spiller
-    assert policy_of("keep", with_disk, DreamZeroPipeline) == latents.Policy()
-    assert policy_of(7, without, DreamZeroPipeline) == latents.Policy(last=7)
+    assert policy_of("keep", with_disk, DreamZeroPipeline) == video_latents.Policy()
+    assert policy_of(7, without, DreamZeroPipeline) == video_latents.Policy(last=7)
     disk.close()
 
 

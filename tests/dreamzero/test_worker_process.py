@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from profiles import LONG
 
-from vllm_omni_session_state.config import ENV_FLAG
+from vllm_omni_session_state.base.settings import ENV_FLAG
 
 pytestmark = pytest.mark.host
 
@@ -40,7 +40,7 @@ def test_28_steps_in_a_worker_process_are_equal(dreamzero_checkpoint, tmp_path, 
         with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=3) as omni:
             runs[flag] = twenty_eight_steps(omni)
             manager = omni.call("tiny_listing")
-        assert ("vllm_omni_session_state.manager" in str(manager)) is (flag == "1")
+        assert ("vllm_omni_session_state.manager.manager" in str(manager)) is (flag == "1")
     assert [
         step for step, (off, on) in enumerate(zip(*runs.values(), strict=True)) if not off.equals(on)
     ] == []

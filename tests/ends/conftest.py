@@ -37,7 +37,7 @@ def untouched_host(monkeypatch, caplog):
     """The host's connection class as it was, before and after."""
     from vllm_omni.entrypoints.openpi.connection import RobotRealtimeConnection
 
-    from vllm_omni_session_state.events import forget_said
+    from vllm_omni_session_state.base.log import forget_said
 
     forget_said()
     host = RobotRealtimeConnection.handle_connection

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from vllm_omni_session_state.omni.ends import Ends
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 
 
 class Workers:
@@ -29,7 +29,7 @@ class Server:
 
     def __init__(self, *, slow=False, **settings):
         self.workers = Workers(slow=slow)
-        self.ends = Ends(self.workers.close, self.workers.holds, **settings)
+        self.ends = LiveSessions(self.workers.close, self.workers.holds, **settings)
 
     async def step(self, key, owner="a", *, named=True, until=None):
         async with self.ends.step(key, owner, named=named):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from vllm_omni_session_state import config
-from vllm_omni_session_state.omni import serving
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.omni.server import hooks
 
 ROBOT = "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection"
 
@@ -21,7 +21,7 @@ class Engine:
         model_config = {"policy_server_config": {"image_resolution": [18, 32]}}
         if options is not None:
             model_config["session_state"] = options
-        held = SimpleNamespace(model_config=model_config, **{config.FLAG: flag})
+        held = SimpleNamespace(model_config=model_config, **{settings.FLAG: flag})
         self.stage_configs = [
             SimpleNamespace(stage_id=0, stage_type="llm"),
             SimpleNamespace(stage_id=1, stage_type=stage_type, diffusion_config=held),
@@ -160,7 +160,7 @@ def served(scenario, **engine):
 
     async def running():
         objects = Served(Engine(**engine))
-        serving.connect(objects.engine, objects.state)
+        hooks.connect(objects.engine, objects.state)
         await scenario(objects)
         await settled()
         return objects

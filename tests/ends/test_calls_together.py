@@ -6,11 +6,11 @@ import logging
 import pytest
 from ends_fakes import run
 
-from vllm_omni_session_state import events
-from vllm_omni_session_state.errors import SessionStateError
-from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.omni.ends import Ends, WorkersStoppedError
-from vllm_omni_session_state.omni.workers import Workers
+from vllm_omni_session_state.base import log
+from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.ids import redacted_id
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions, WorkersStoppedError
+from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 METHODS = {"close": "found", "park": "parked", "begin_restore": "begun", "expire": "gone", "holds": "found"}
 
@@ -47,7 +47,7 @@ class Engine:
 
     def wrong(self, key):
         if key in self.refused:
-            return {"error": f"CannotParkError: session {hashed(key)} stays: raise it", "refused": True}
+            return {"error": f"CannotParkError: session {redacted_id(key)} stays: raise it", "refused": True}
         return {"error": "OSError: no", "refused": False} if key in self.failing else None
 
 
@@ -60,16 +60,16 @@ async def arrived(ends):
 
 @pytest.fixture(autouse=True)
 def nothing_said():
-    events.forget_said()
+    log.forget_said()
     yield
-    events.forget_said()
+    log.forget_said()
 
 
 @run
 async def test_64_robots_that_come_back_at_once_are_few_calls():
     engine = Engine()
-    workers = Workers(engine, [0])
-    ends = Ends(workers.close, workers.holds, resume_s=60)
+    workers = WorkerClient(engine, [0])
+    ends = LiveSessions(workers.close, workers.holds, resume_s=60)
     robots = [f"robot-{n}" for n in range(64)]
     for robot in robots:
         async with ends.step(robot, robot, named=True):
@@ -90,7 +90,7 @@ async def test_64_robots_that_come_back_at_once_are_few_calls():
 def test_each_caller_hears_of_its_own_session(method):
     engine = Engine()
     engine.refused, engine.failing = {"b"}, {"c"}
-    workers = Workers(engine, [0])
+    workers = WorkerClient(engine, [0])
 
     async def scenario():
         calls = (getattr(workers, method)(key) for key in "abcd")
@@ -103,7 +103,7 @@ def test_each_caller_hears_of_its_own_session(method):
         assert b is c is True, "it is there"
         return
     assert type(b) is SessionStateError
-    assert "session " + hashed("b") in str(b)
+    assert "session " + redacted_id("b") in str(b)
     assert type(c) is RuntimeError
     assert str(c) == "rank 1: OSError: no"
 
@@ -112,8 +112,8 @@ def end_all(engine, keys):
     """Have one robot step sessions and leave; all of their ends have been sent, or have failed."""
 
     async def scenario():
-        workers = Workers(engine, [0])
-        ends = Ends(workers.close, workers.holds)
+        workers = WorkerClient(engine, [0])
+        ends = LiveSessions(workers.close, workers.holds)
         for key in keys:
             async with ends.step(key, "robot"):
                 pass
@@ -131,7 +131,7 @@ def test_an_end_that_fails_is_said_of_that_session_alone(caplog):
     (line,) = caplog.messages
     assert (
         line
-        == f"the end of session {hashed('b')} did not reach the worker: RuntimeError: rank 1: OSError: no"
+        == f"the end of session {redacted_id('b')} did not reach the worker: RuntimeError: rank 1: OSError: no"
     )
 
 
@@ -140,8 +140,8 @@ def test_parks_that_are_refused_at_each_round_are_one_line(caplog):
     engine.refused = {"a", "b"}
 
     async def scenario():
-        workers = Workers(engine, [0])
-        ends = Ends(workers.close, workers.holds, park=workers.park, idle_park_s=0.001)
+        workers = WorkerClient(engine, [0])
+        ends = LiveSessions(workers.close, workers.holds, park=workers.park, idle_park_s=0.001)
         for _ in range(5):
             for key in "abc":
                 async with ends.step(key, "robot"):
@@ -161,7 +161,7 @@ async def test_a_session_of_one_replica_is_resumed_although_another_cannot_be_as
     engine = Engine(replicas=2)
     engine.elsewhere[1] = {"error": "the replica is gone"}
     engine.held = {0: {"a"}}
-    workers = Workers(engine, [0])
+    workers = WorkerClient(engine, [0])
     assert await workers.holds("a")
     with pytest.raises(RuntimeError, match="the replica is gone"):
         await workers.holds("b")
@@ -173,7 +173,7 @@ async def test_a_session_that_one_rank_alone_has_is_not_there():
     said = {"found": [True], "errors": [None]}
     ranks = [{"rank": 0, "ok": True, **said}, {"rank": 1, "ok": True, **said, "found": [False]}]
     engine.elsewhere[0] = [{"agree": False, "ranks": ranks}]
-    assert not await Workers(engine, [0]).holds("a")
+    assert not await WorkerClient(engine, [0]).holds("a")
 
 
 def test_a_stage_without_managed_state_does_not_keep_the_ends_from_the_others(caplog):
@@ -182,7 +182,7 @@ def test_a_stage_without_managed_state_does_not_keep_the_ends_from_the_others(ca
     engine.elsewhere[1] = {"error": "object has no attribute 'session_state_close'"}
 
     async def scenario():
-        workers = Workers(engine, [0])
+        workers = WorkerClient(engine, [0])
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no attribute"):
                 await workers.close("a")
@@ -200,10 +200,10 @@ def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog,
     engine = Engine()
 
     async def scenario():
-        workers = Workers(engine, [0])
+        workers = WorkerClient(engine, [0])
         caplog.clear()
         park = {} if at_once else {"park": workers.park, "idle_park_s": 0.01}
-        ends = Ends(workers.close, workers.holds, resume_s=60, **park)
+        ends = LiveSessions(workers.close, workers.holds, resume_s=60, **park)
         for n in range(50):
             async with ends.step(f"robot-{n}", n, named=n % 2 == 0):
                 pass
@@ -236,14 +236,14 @@ def test_a_call_that_fails_while_the_server_goes_on_is_a_warning_for_each(caplog
     engine.collective_rpc = fail
 
     end_all(engine, "ab")
-    assert [line.split()[4] for line in caplog.messages] == [hashed("a"), hashed("b")]
+    assert [line.split()[4] for line in caplog.messages] == [redacted_id("a"), redacted_id("b")]
 
 
 @pytest.mark.host
 def test_the_host_notes_that_it_is_told_to_stop_before_anything_ends():
     from vllm_omni.entrypoints.omni_base import OmniBase
 
-    from vllm_omni_session_state.omni import seams
+    from vllm_omni_session_state.omni.hooks import seams
 
     class Told:
         def shutdown(self):

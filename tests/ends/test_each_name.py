@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_omni_session_state import events
-from vllm_omni_session_state.ids import hashed, show_in_the_clear
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import rpc
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base import log
+from vllm_omni_session_state.base.ids import redacted_id, show_in_the_clear
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.omni.worker import rpc
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 
 class Runner:
@@ -34,13 +34,13 @@ class Runner:
 def worker(monkeypatch):
     """Sessions "a", "b" and "c", of which the host tier can take the last one alone."""
     monkeypatch.setattr(rpc, "_gather", lambda mine: json.loads(json.dumps([mine])))
-    events.forget_said()
+    log.forget_said()
     manager = SessionStateManager(tier=HostTier(budget=1000))
     for key, nbytes in (("a", 4000), ("b", 4000), ("c", 4)):
         with manager.lease(key) as session:
             session.attrs["x"] = torch.zeros(nbytes, dtype=torch.uint8)
     yield SimpleNamespace(model_runner=Runner(manager))
-    events.forget_said()
+    log.forget_said()
 
 
 def manager_of(worker):
@@ -66,7 +66,7 @@ def test_an_end_that_fails_is_said_of_its_session_alone(worker, caplog, how):
     rank = only(getattr(rpc, how)(worker, "a", "b", "c", "nobody"))
     assert not rank["ok"]
     assert rank["found"] == [True, True, True, False]
-    assert rank["shown"] == [*map(hashed, "abc"), None]
+    assert rank["shown"] == [*map(redacted_id, "abc"), None]
     assert rank["errors"] == [
         None,
         {"error": "RuntimeError: CUDA error", "refused": False, "ambiguous": False},
@@ -85,8 +85,8 @@ def test_a_session_that_is_refused_a_park_is_said_alone_and_the_others_are_parke
     assert rank["parked"] == [False, True, False, False]
     assert [wrong is not None for wrong in rank["errors"]] == [True, False, False, True]
     assert "raise host_budget" in rank["errors"][0]["error"]
-    assert hashed("a") in rank["errors"][0]["error"]
-    assert hashed("b") not in rank["errors"][0]["error"]
+    assert redacted_id("a") in rank["errors"][0]["error"]
+    assert redacted_id("b") not in rank["errors"][0]["error"]
     assert rank["refused"]
 
 
@@ -126,21 +126,21 @@ def test_each_name_is_looked_up_once_a_call(worker, monkeypatch):
     monkeypatch.setattr(rpc.Named.__init__.__globals__["Names"], "find", counted)
     for call in (rpc.holds, rpc.park, rpc.restore, rpc.begin_restore, rpc.expire, rpc.inspect, rpc.close):
         looked.clear()
-        call(worker, hashed("c"))
-        assert looked == [hashed("c")], call
+        call(worker, redacted_id("c"))
+        assert looked == [redacted_id("c")], call
 
 
 def test_a_client_that_takes_anothers_hash_for_its_id_does_not_get_that_one_closed_nor_itself(worker):
-    trap = hashed("a")
+    trap = redacted_id("a")
     manager_of(worker).get_or_create_session(trap)
-    assert only(rpc.close(worker, trap))["shown"] == [hashed("a")]
+    assert only(rpc.close(worker, trap))["shown"] == [redacted_id("a")]
     assert manager_of(worker).keys() == ("b", "c", trap)
     assert only(rpc.close(worker, trap, only_shown=True))["found"] == [False]
-    assert only(rpc.close(worker, hashed(trap)))["found"] == [True]
+    assert only(rpc.close(worker, redacted_id(trap)))["found"] == [True]
 
 
 def test_a_name_of_two_sessions_is_refused_and_nothing_is_done(worker, caplog):
-    trap = hashed("a")
+    trap = redacted_id("a")
     manager_of(worker).get_or_create_session(trap)
     show_in_the_clear(True)
     try:
@@ -165,25 +165,25 @@ def test_a_name_that_is_no_string_is_said_of_that_one(worker):
 
 def listed(*workers):
     """What a server lists of replicas of one rank each."""
-    from vllm_omni_session_state.omni import merged
-    from vllm_omni_session_state.rows import Row
+    from vllm_omni_session_state.omni.admin import aggregate
+    from vllm_omni_session_state.manager.rows import Row
 
     answers = {number: rpc.publish_figures(each) for number, each in enumerate(workers)}
     for answer in answers.values():
         for rank in answer["ranks"]:
             rank["rows"] = [Row(*row) for row in rank["rows"]]
-    return merged.rows(answers)
+    return aggregate.rows(answers)
 
 
 def test_a_listing_tells_sessions_apart_that_are_shown_alike(worker, monkeypatch):
     monkeypatch.setattr(
-        "vllm_omni_session_state.ids.fingerprint", lambda key: b"alike!" + key.encode().ljust(10)
+        "vllm_omni_session_state.base.ids.fingerprint", lambda key: b"alike!" + key.encode().ljust(10)
     )
     worker.model_runner._sessions = {"c": None, "d": None}
     rows = listed(worker)
     assert [(row["session"], row["state"]) for row in rows] == [
-        *[(hashed("a"), "idle")] * 3,
-        (hashed("a"), "kv_only"),
+        *[(redacted_id("a"), "idle")] * 3,
+        (redacted_id("a"), "kv_only"),
     ]
     assert all(row["agree"] for row in rows)
     elsewhere = SimpleNamespace(model_runner=Runner(SessionStateManager()))

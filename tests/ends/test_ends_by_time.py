@@ -6,7 +6,7 @@ import logging
 import pytest
 from ends_fakes import Server, run, soon
 
-from vllm_omni_session_state.omni.ends import Ends
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 
 
 @run
@@ -209,7 +209,7 @@ async def test_an_end_waits_for_the_expiry_of_its_session_that_is_under_way():
     await an_end_that_comes_while_its_session_expires_waits_for_that()
 
 
-class Hasty(Ends):
+class Hasty(LiveSessions):
     """A mutant: an end does not wait for an earlier one of its session."""
 
     def _before_steps(self, key, call):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from profiles import sized
 
-from vllm_omni_session_state.omni.ends import Ends
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 
 KEYS = st.sampled_from(["x", "y", "default"])
 OWNERS = st.sampled_from(["a", "b", "c"])
@@ -19,7 +19,7 @@ class EndsMachine(RuleBasedStateMachine):
     def start(self, resume):
         self.loop = asyncio.new_event_loop()
         self.resume_s = 10_000.0 if resume else 0.0
-        self.ends = Ends(self.close, self.holds, resume_s=self.resume_s)
+        self.ends = LiveSessions(self.close, self.holds, resume_s=self.resume_s)
         self.worker = set()
         self.lives = {}  # key -> owners, of the sessions that are live
         self.named = set()

@@ -6,7 +6,7 @@ import pytest
 from omni_tiny.ways_to_end import left, left_in_the_end, some_id
 from profiles import LONG
 
-from vllm_omni_session_state.ids import hashed
+from vllm_omni_session_state.base.ids import redacted_id
 
 pytestmark = pytest.mark.host
 
@@ -119,7 +119,7 @@ def test_listings_show_ids_where_that_is_asked_for_and_every_call_takes_both(ser
         (rank,) = server.call("session_state_inspect", robot.session)["ranks"]
         assert rank["found"]
         assert rank["session"]["session"] == robot.session
-        assert hashed(robot.session) != robot.session
+        assert redacted_id(robot.session) != robot.session
 
 
 def test_a_kept_session_that_the_worker_lost_is_said(server):

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_omni_session_state.exchange import Ranks
-from vllm_omni_session_state.ids import DEFAULT, hashed, show_in_the_clear
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.omni.stats_place import WorkerFile
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.manager.consensus import Ranks
+from vllm_omni_session_state.base.ids import DEFAULT, redacted_id, show_in_the_clear
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.omni.stats_file.place import WorkerFile
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
 
@@ -74,22 +74,22 @@ def test_a_listing_shows_hashes_in_order_of_use_and_refreshes_nobody(model, work
     step(model, "a", "b", "a")
     for _ in range(2):
         listed = only(worker.session_state_list())
-        assert [entry["session"] for entry in listed["sessions"]] == [hashed("b"), hashed("a")]
+        assert [entry["session"] for entry in listed["sessions"]] == [redacted_id("b"), redacted_id("a")]
         assert listed["only_kv"] == []
     assert all(entry["nbytes"]["cpu"] > 0 for entry in listed["sessions"])
 
 
 def test_a_session_can_be_inspected_by_its_id_and_by_its_hash(model, worker):
     step(model, "a")
-    by_id, by_hash = (only(worker.session_state_inspect(name)) for name in ("a", hashed("a")))
+    by_id, by_hash = (only(worker.session_state_inspect(name)) for name in ("a", redacted_id("a")))
     assert by_id == by_hash
     assert {value["name"] for value in by_id["session"]["values"]} >= {"call_count", "stitched_buffer"}
     assert not only(worker.session_state_inspect("b"))["found"]
-    assert not only(worker.session_state_inspect(hashed("a"), only_id=True))["found"]
+    assert not only(worker.session_state_inspect(redacted_id("a"), only_id=True))["found"]
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-@pytest.mark.parametrize("name_of", [str, hashed])
+@pytest.mark.parametrize("name_of", [str, redacted_id])
 def test_an_end_frees_the_state_and_the_kv_of_that_session_alone(model, worker, how, name_of):
     step(model, "a", "b")
     assert only(getattr(worker, f"session_state_{how}")(name_of("a")))["found"] == [True]
@@ -100,7 +100,7 @@ def test_an_end_frees_the_state_and_the_kv_of_that_session_alone(model, worker, 
 
 
 def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, dreamzero_checkpoint):
-    from vllm_omni_session_state.tiers.host import HostTier
+    from vllm_omni_session_state.offload.host_tier import HostTier
 
     def steps(key):
         return [model.step(key, rng=np.random.default_rng([7, n]), frames=4 if n else 1) for n in range(4)]
@@ -118,11 +118,11 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
         outputs = []
         for n in range(4):
             outputs.append(model.step("a", rng=np.random.default_rng([7, n]), frames=4 if n else 1))
-            assert only(worker.session_state_park(hashed("a"), "nobody"))["parked"] == [True, False]
+            assert only(worker.session_state_park(redacted_id("a"), "nobody"))["parked"] == [True, False]
             listed = {
                 entry["session"]: entry["place"] for entry in only(worker.session_state_list())["sessions"]
             }
-            assert listed == {hashed("a"): "host", hashed("b"): "device"}
+            assert listed == {redacted_id("a"): "host", redacted_id("b"): "device"}
         assert all(mine.equals(other) for mine, other in zip(outputs, alone, strict=True))
         worker.session_state_close("a", "b")
         assert cascade.host.nbytes == 0
@@ -131,14 +131,14 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
 
 
 def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(model, worker):
-    from vllm_omni_session_state.tiers.host import HostTier
+    from vllm_omni_session_state.offload.host_tier import HostTier
 
     manager = model.pipeline._memory_manager
     manager.cascade.host = HostTier(budget=1 << 30)
     try:
         step(model, "a", "b")
-        assert only(worker.session_state_park("a"))["shown"] == [hashed("a")]
-        found = only(worker.session_state_restore(hashed("a"), "b", "nobody"))
+        assert only(worker.session_state_park("a"))["shown"] == [redacted_id("a")]
+        found = only(worker.session_state_restore(redacted_id("a"), "b", "nobody"))
         assert found["restored"] == [True, True, False]
         assert found["found"] == [True, True, False]
         assert manager.cascade.host.nbytes == 0
@@ -148,7 +148,7 @@ def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(mode
                 "rank": 0,
                 "found": [True],
                 "used": [True],
-                "shown": [hashed("a")],
+                "shown": [redacted_id("a")],
                 "parked": [False],
                 "errors": [None],
             }
@@ -180,7 +180,7 @@ def test_sessions_are_marked_stale_by_call_and_a_step_unmarks(model, worker):
 
 
 def test_only_what_is_parked_expires_with_its_kv_and_is_counted_as_lost(model, worker):
-    from vllm_omni_session_state.tiers.host import HostTier
+    from vllm_omni_session_state.offload.host_tier import HostTier
 
     manager = model.pipeline._memory_manager
     manager.cascade.host = HostTier(budget=1 << 30)
@@ -216,15 +216,15 @@ def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):
 
 def test_kv_without_state_is_listed_and_ends_too(model, worker):
     model.runner._sessions["a"] = model.runner._new_session_state("a")
-    assert only(worker.session_state_list())["only_kv"] == [hashed("a")]
+    assert only(worker.session_state_list())["only_kv"] == [redacted_id("a")]
     assert only(worker.session_state_holds("a"))["found"] == [False]
-    assert only(worker.session_state_close(hashed("a")))["found"] == [True]
+    assert only(worker.session_state_close(redacted_id("a")))["found"] == [True]
     assert not model.runner._sessions
 
 
 def test_an_end_that_comes_by_id_never_hits_a_session_shown_like_it(model, worker):
     step(model, "a")
-    assert only(worker.session_state_close(hashed("a"), only_id=True))["found"] == [False]
+    assert only(worker.session_state_close(redacted_id("a"), only_id=True))["found"] == [False]
     assert "a" in model.pipeline._memory_manager
 
 
@@ -249,7 +249,7 @@ def test_ids_are_listed_in_the_clear_where_that_is_asked_for(model, worker):
     try:
         (entry,) = only(worker.session_state_list())["sessions"]
         assert entry["session"] == "a"
-        assert only(worker.session_state_inspect(hashed("a")))["found"]
+        assert only(worker.session_state_inspect(redacted_id("a")))["found"]
     finally:
         show_in_the_clear(False)
 
@@ -292,7 +292,7 @@ def test_a_restore_meets_the_other_ranks_also_for_a_name_that_nobody_has_here(mo
     step(model, "a")
     monkeypatch.setattr(cascade, "host", HostTier(budget=1 << 30))
     monkeypatch.setattr(cascade, "ranks", Ranks(exchange))
-    assert only(worker.session_state_restore("nobody", hashed("a"), None))["restored"] == [False, True, False]
+    assert only(worker.session_state_restore("nobody", redacted_id("a"), None))["restored"] == [False, True, False]
     assert len(told) == 3
 
 
@@ -310,7 +310,7 @@ def in_rank(rank, checkpoint):
         for key in ("a", "b", "c"):
             manager.get_or_create_session(key).attrs["x"] = torch.zeros(8)
         said = {"list": worker.session_state_list()}
-        said["close"] = worker.session_state_close(hashed("a"))
+        said["close"] = worker.session_state_close(redacted_id("a"))
         if rank == 1:
             manager.drop_session("c")
         said["one has less"] = worker.session_state_stats()
@@ -345,7 +345,7 @@ def test_two_ranks_answer_together_and_neither_waits_for_one_that_failed_or_is_g
     listed = first["list"]
     assert listed["agree"]
     for rank in listed["ranks"]:
-        assert [entry["session"] for entry in rank["sessions"]] == [hashed(key) for key in "abc"]
+        assert [entry["session"] for entry in rank["sessions"]] == [redacted_id(key) for key in "abc"]
     assert first["close"]["agree"]
     assert [rank["found"] for rank in first["close"]["ranks"]] == [[True], [True]]
     assert not first["one has less"]["agree"]
@@ -414,5 +414,5 @@ def test_two_ranks_of_a_served_dreamzero_list_park_restore_and_close_together(dr
             name: value for name, value in rank.items() if name not in ("rank", "ok")
         }
         (row,) = found.rows
-        assert (row.session, row.place, row.used) == (hashed("b"), "device", False)
+        assert (row.session, row.place, row.used) == (redacted_id("b"), "device", False)
         assert sum(row.nbytes.values()) == rank["total_nbytes"]

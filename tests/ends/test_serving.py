@@ -6,7 +6,7 @@ import logging
 import pytest
 from serving_fakes import RESET, Socket, obs, rollout_request, served, settled, step_request
 
-from vllm_omni_session_state.events import forget_said
+from vllm_omni_session_state.base.log import forget_said
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("untouched_host")]
 

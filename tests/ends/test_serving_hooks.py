@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from serving_fakes import Engine, Served, Socket, obs, rollout_request, served, settled, step_request
 
-from vllm_omni_session_state.config import ENV_FLAG
-from vllm_omni_session_state.omni import seams, serving
+from vllm_omni_session_state.base.settings import ENV_FLAG
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.server import hooks
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("untouched_host")]
 
 
 @pytest.mark.parametrize("name", sorted(seams.SERVING_SEAMS))
 def test_every_serving_seam_of_the_installed_host_is_as_expected(name):
-    assert serving._checked(name)
+    assert hooks._checked(name)
 
 
 def test_the_function_that_is_wrapped_is_there_and_takes_what_is_read():
@@ -61,13 +62,13 @@ def test_with_the_flag_off_no_serving_class_and_no_object_is_touched():
 
 
 def test_a_stage_that_is_no_diffusion_stage_is_not_asked():
-    assert list(serving.stages_with_sessions(Engine())) == [1]
-    assert serving.stages_with_sessions(Engine(stage_type="llm")) == {}
+    assert list(hooks.stages_with_sessions(Engine())) == [1]
+    assert hooks.stages_with_sessions(Engine(stage_type="llm")) == {}
 
 
 def test_a_server_without_a_robot_policy_is_left_alone():
     state = types.SimpleNamespace()
-    serving.connect(Engine(), state)
+    hooks.connect(Engine(), state)
     assert vars(state) == {}
 
 
@@ -106,9 +107,9 @@ def test_the_servers_start_is_wrapped_once_and_hands_everything_through():
         return "done"
 
     module = server_module(omni_init_app_state)
-    serving.wrap(module)
+    hooks.wrap(module)
     wrapper = module.omni_init_app_state
-    serving.wrap(module)
+    hooks.wrap(module)
     assert module.omni_init_app_state is wrapper
     engine = Engine()
     assert asyncio.run(wrapper(engine, state=types.SimpleNamespace(), args="args")) == "done"
@@ -120,7 +121,7 @@ def test_whatever_goes_wrong_after_the_servers_start_is_said_and_nothing_else(ca
         return "done"
 
     module = server_module(omni_init_app_state)
-    serving.wrap(module)
+    hooks.wrap(module)
     assert asyncio.run(module.omni_init_app_state(None, None, None)) == "done"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "the API server is left alone" in line
@@ -131,7 +132,7 @@ def test_an_error_of_the_servers_start_comes_through_untouched(caplog):
         raise MemoryError("no")
 
     module = server_module(omni_init_app_state)
-    serving.wrap(module)
+    hooks.wrap(module)
     with pytest.raises(MemoryError, match="no"):
         asyncio.run(module.omni_init_app_state(None, None, None))
     assert not caplog.records

@@ -5,10 +5,11 @@ import gc
 import pytest
 import torch
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, page_locked
-from vllm_omni_session_state.regions import PINNED
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.offload import page_locked
+from vllm_omni_session_state.accounting.regions import PINNED
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -155,7 +156,7 @@ def test_a_park_copies_what_the_queued_work_will_have_written(manager, times):
 
 
 def test_no_room_on_the_device_leaves_the_session_parked(manager, monkeypatch):
-    from vllm_omni_session_state.errors import SessionRestoreFailedError
+    from vllm_omni_session_state.base.errors import SessionRestoreFailedError
 
     with manager.lease("a") as session:
         fill(session, 3)

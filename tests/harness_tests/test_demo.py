@@ -26,12 +26,12 @@ from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
 from omni_tiny.digest import digest
 from rich.console import Console
 
-from vllm_omni_session_state.ab import jobs
-from vllm_omni_session_state.ab.course import Course, Phase
-from vllm_omni_session_state.ab.face import Watch
-from vllm_omni_session_state.ab.jobs import CouldNotRunError
+from vllm_omni_session_state.ab.runs import subprocess
+from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
+from vllm_omni_session_state.ab.runs.progress import ProgressView
+from vllm_omni_session_state.ab.runs.subprocess import CouldNotRunError
 
-OURS = "vllm_omni_session_state.manager.SessionStateManager"
+OURS = "vllm_omni_session_state.manager.manager.SessionStateManager"
 
 
 @pytest.mark.host
@@ -234,7 +234,7 @@ def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, tmp_path, happe
             assert names == list(SCENARIOS)
             return
         (name,) = names
-        manager = OURS if environment[jobs.FLAG] == "1" else None
+        manager = OURS if environment[subprocess.FLAG] == "1" else None
         if manager and name == "cosmos3" and happens == "a crash":
             raise CouldNotRunError("it died")
         run = (a_watched_run if name == "cosmos3" else a_run)(manager, a="1")
@@ -262,7 +262,7 @@ def test_the_bar_fits_a_terminal_in_every_phase():
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, color_system=None)
     plan = command.course(scenario() for scenario in SCENARIOS.values())
-    with Watch(console, plan).shown() as watch:
+    with ProgressView(console, plan).shown() as watch:
         for _ in plan.phases:
             watch.begin()
         watch.finish()
@@ -271,7 +271,7 @@ def test_the_bar_fits_a_terminal_in_every_phase():
 
 
 def test_a_course_never_goes_back_and_its_estimate_follows_the_pace():
-    course = Course([Phase("a", 10), Phase("b", 20), Phase("c", 10)])
+    course = Estimate([Phase("a", 10), Phase("b", 20), Phase("c", 10)])
     course.begin(0)
     assert course.seconds_left(0) == 40
     seen = [course.seconds_done(now) for now in (0, 5, 10, 30)]
@@ -295,20 +295,20 @@ def job(tmp_path, body):
     )
     log = tmp_path / "log"
     environment = command.environment(flag=True)
-    events = [e for e in jobs.run_job([sys.executable, str(script)], environment=environment, log=log) if e]
+    events = [e for e in subprocess.run_job([sys.executable, str(script)], environment=environment, log=log) if e]
     return events, log.read_text()
 
 
 def test_a_job_reports_its_events_and_only_its_log_has_the_noise(monkeypatch, tmp_path):
-    monkeypatch.setenv(jobs.FLAG + "_MAX_SESSIONS", "3")
+    monkeypatch.setenv(subprocess.FLAG + "_MAX_SESSIONS", "3")
     body = f"""
-        print(sorted(name for name in os.environ if name.startswith('{jobs.FLAG}')))
+        print(sorted(name for name in os.environ if name.startswith('{subprocess.FLAG}')))
         say(done=1)
         say(end=True, error='')
     """
     events, log = job(tmp_path, body)
     assert events == [{"done": 1}, {"end": True, "error": ""}]
-    assert log == f"['{jobs.FLAG}']\n"
+    assert log == f"['{subprocess.FLAG}']\n"
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_job_reports_its_events_and_only_its_log_has_the_noise(monkeypatch, tm
     ],
 )
 def test_a_job_that_fails_dies_or_hangs_is_no_result(monkeypatch, tmp_path, body, said):
-    monkeypatch.setattr(jobs, "SILENCE_S", 2.0)
+    monkeypatch.setattr(subprocess, "SILENCE_S", 2.0)
     with pytest.raises(CouldNotRunError, match=said):
         job(tmp_path, body)
 

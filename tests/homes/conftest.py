@@ -5,8 +5,8 @@ import logging
 import pytest
 from pool_fakes import fresh_runtime
 
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import affinity
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.omni.replicas import affinity
 
 
 @pytest.fixture

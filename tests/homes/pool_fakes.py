@@ -11,8 +11,9 @@ import threading
 import types
 from types import SimpleNamespace
 
-from vllm_omni_session_state.config import FLAG
-from vllm_omni_session_state.omni import pools, seams
+from vllm_omni_session_state.base.settings import FLAG
+from vllm_omni_session_state.omni.replicas import pools
+from vllm_omni_session_state.omni.hooks import seams
 
 ENGINE = "vllm_omni.experimental.ar_diffusion.engine.ARDiffusionEngine"
 

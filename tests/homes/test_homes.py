@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from vllm_omni_session_state.errors import NoRoomError, SessionStateLostError
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.omni.homes import SLICE, Homes
+from vllm_omni_session_state.base.errors import NoRoomError, SessionStateLostError
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.omni.replicas.homes import SLICE, Homes
 
 
 class Table:
@@ -74,7 +74,7 @@ def test_the_slot_of_a_dead_replica_is_not_its_successor(caplog):
     table.clients[0] = object()
     assert table.step("a") == 0
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"session {shown('a')} is lost (replica): it was on replica 0, which is gone" in line
+    assert f"session {display_id('a')} is lost (replica): it was on replica 0, which is gone" in line
     assert "starts over" in line
     assert table.homes.lost == {0: 1}
     table.step("a")
@@ -239,7 +239,7 @@ def test_a_name_is_an_id_or_what_is_shown():
     table.step("a")
     table.step("b")
     assert table.homes.named("a") == ["a"]
-    assert table.homes.named(shown("b")) == ["b"]
-    table.step(shown("b"))  # whoever calls itself so
-    assert table.homes.named(shown("b")) == ["b", shown("b")]
+    assert table.homes.named(display_id("b")) == ["b"]
+    table.step(display_id("b"))  # whoever calls itself so
+    assert table.homes.named(display_id("b")) == ["b", display_id("b")]
     assert table.homes.named("c") == []

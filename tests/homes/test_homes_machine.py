@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from profiles import sized
 
-from vllm_omni_session_state.errors import NoRoomError, SessionStateLostError
-from vllm_omni_session_state.omni.homes import Homes
+from vllm_omni_session_state.base.errors import NoRoomError, SessionStateLostError
+from vllm_omni_session_state.omni.replicas.homes import Homes
 
 KEYS = ["a", "b", "c"]
 KEY = st.sampled_from(KEYS)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_omni_session_state.omni.peers import make_careful
+from vllm_omni_session_state.omni.replicas.peers import make_careful
 
 pytestmark = pytest.mark.host
 

@@ -14,9 +14,10 @@ from pool_fakes import (
     until,
 )
 
-from vllm_omni_session_state.config import ENV_FLAG
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.omni import affinity, pools, seams
+from vllm_omni_session_state.base.settings import ENV_FLAG
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.omni.replicas import affinity, pools
+from vllm_omni_session_state.omni.hooks import seams
 
 pytestmark = pytest.mark.host
 
@@ -48,7 +49,7 @@ def test_sessions_of_a_replica_that_is_gone_are_said_once_each_and_start_over(ru
     lost = run(scenario, runtime)
     assert len(lost) == 4
     assert sorted(warnings()) == sorted(
-        f"session {shown(session)} is lost (replica): it was on replica 1, which is gone; "
+        f"session {display_id(session)} is lost (replica): it was on replica 1, which is gone; "
         "its rollout starts over at another one"
         for session in lost
     )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pool_fakes import Client, Orchestrator, assembled, attach_hub, run, stage, until
 from profiles import sized
 
-from vllm_omni_session_state.omni import affinity, pools, seams
+from vllm_omni_session_state.omni.replicas import affinity, pools
+from vllm_omni_session_state.omni.hooks import seams
 
 pytestmark = pytest.mark.host
 

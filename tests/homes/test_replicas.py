@@ -6,10 +6,10 @@ import time
 import pytest
 from pool_fakes import Client, Orchestrator, Thread, assembled, engine_of, stage
 
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.omni import affinity, pools
-from vllm_omni_session_state.omni.ends import WorkersStoppedError
-from vllm_omni_session_state.omni.workers import Workers
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.omni.replicas import affinity, pools
+from vllm_omni_session_state.omni.server.live_sessions import WorkersStoppedError
+from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 pytestmark = pytest.mark.host
 
@@ -28,7 +28,7 @@ class Served:
             return assembled(runtime, configs, self.clients)
 
         self.pools = self.thread.run(bring_together())
-        self.workers = Workers(engine_of(self.pools, configs), list(range(stages)))
+        self.workers = WorkerClient(engine_of(self.pools, configs), list(range(stages)))
         self.orchestrators = [Orchestrator(pool) for pool in self.pools]
 
     def step(self, session, number=0, **extra):
@@ -204,7 +204,7 @@ def test_an_operators_order_goes_to_whom_the_name_means(served):
     one = served()
     for session in "ab":
         one.step(session)
-    asked = run(one.workers.ask("session_state_close", shown("b"), only_idle=True))
+    asked = run(one.workers.ask("session_state_close", display_id("b"), only_idle=True))
     assert sorted(asked.answers) == [1]
     asked = run(one.workers.ask("session_state_park", "a"))
     assert sorted(asked.answers) == [0]

@@ -80,7 +80,7 @@ def test_generate_and_the_tick_protocol_get_each_output_as_if_alone(dreamzero_ch
     from omni_tiny.crowd import differing
     from omni_tiny.omni_runs import OmniDreamZero, write_deploy
 
-    from vllm_omni_session_state.omni import pools
+    from vllm_omni_session_state.omni.replicas import pools
 
     options = {"session_state": {"host_budget": "1GiB"}}
     deploy = write_deploy(

@@ -13,7 +13,7 @@ from omni_tiny.served_clients import CrowdRobot
 from profiles import LONG
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni_session_state.omni.metrics import PREFIX
+from vllm_omni_session_state.omni.admin.metrics import PREFIX
 
 CROWD = Crowd(sessions=6, steps=8 if LONG else 3)
 """Six sessions in random order: with two replicas three on each, whose pool has places for two."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from vllm_omni_session_state.omni import kv, kv_tree
+from vllm_omni_session_state.omni.worker import engine_kv, kv_payload
 
 
 @dataclass(frozen=True)
@@ -54,52 +54,52 @@ OLD_ADAPTER = """adapter = state.adapters[name]
 MUTANTS = {
     mutant.name: mutant
     for mutant in (
-        Mutant("forgets the compaction", kv_tree, "place", 'branch["compacted"]', "0"),
-        Mutant("takes the blocks for the position", kv_tree, "place", 'branch["chunks"]', 'branch["blocks"]'),
-        Mutant("forgets what was committed", kv, "_publish", 'tree["branches"][name]["committed"]', "0"),
-        Mutant("drops a layer's V", kv, "_read_blocks", "kv.value_cache(layer)", "kv.value_cache(0)"),
-        Mutant("takes K for V", kv, "_write_blocks", "values[layer]", "keys[layer]"),
+        Mutant("forgets the compaction", kv_payload, "place", 'branch["compacted"]', "0"),
+        Mutant("takes the blocks for the position", kv_payload, "place", 'branch["chunks"]', 'branch["blocks"]'),
+        Mutant("forgets what was committed", engine_kv, "_publish", 'tree["branches"][name]["committed"]', "0"),
+        Mutant("drops a layer's V", engine_kv, "_read_blocks", "kv.value_cache(layer)", "kv.value_cache(0)"),
+        Mutant("takes K for V", engine_kv, "_write_blocks", "values[layer]", "keys[layer]"),
         Mutant(
             "mixes the branches",
-            kv,
+            engine_kv,
             "put_back",
             "blocks += kv.block_table(adapter)",
             "blocks = kv.block_table(adapter) + blocks",
         ),
         Mutant(
             "uses the old adapters",
-            kv,
+            engine_kv,
             "put_back",
             "adapters[name] = adapter = kv.begin_request(state.adapters[name].request_id)",
             OLD_ADAPTER,
         ),
         Mutant(
             "shares cross-attention",
-            kv_tree,
+            kv_payload,
             "copy_of",
             "if cross is None:\n        return None",
             "return cross",
         ),
-        Mutant("forgets cross-attention", kv, "gather", "kv_tree.copy_of(cross)", "None"),
+        Mutant("forgets cross-attention", engine_kv, "gather", "kv_tree.copy_of(cross)", "None"),
         Mutant(
             "puts cross-attention under one name",
-            kv,
+            engine_kv,
             "_publish",
             "_cross_sessions[state.session_id]",
             "_cross_sessions['one']",
         ),
-        Mutant("keeps blocks after a fault", kv, "put_back", "kv.end_request(adapter)", "pass"),
-        Mutant("loses the new state's adapters", kv, "put_back", "kv._adapters.update(empty)", "pass"),
-        Mutant("keeps the blocks that it took out", kv.SessionKV, "close", "state.close()", "pass"),
-        Mutant("takes out half a chunk", kv, "_uncommitted", "return", "return 0 and"),
-        Mutant("does not look whether there is room", kv, "_refuse_full", "if wanted > free:", "if False:"),
-        Mutant("does not look for a place", kv, "_refuse_full", "places < 1", "False"),
-        Mutant("writes over a session", kv, "_refuse_occupied", "if kv.block_table(adapter):", "if False:"),
-        Mutant("makes a twin", kv, "_refuse_occupied", "if registered is not None and", "if False and"),
+        Mutant("keeps blocks after a fault", engine_kv, "put_back", "kv.end_request(adapter)", "pass"),
+        Mutant("loses the new state's adapters", engine_kv, "put_back", "kv._adapters.update(empty)", "pass"),
+        Mutant("keeps the blocks that it took out", engine_kv.SessionKV, "close", "state.close()", "pass"),
+        Mutant("takes out half a chunk", engine_kv, "_uncommitted", "return", "return 0 and"),
+        Mutant("does not look whether there is room", engine_kv, "_refuse_full", "if wanted > free:", "if False:"),
+        Mutant("does not look for a place", engine_kv, "_refuse_full", "places < 1", "False"),
+        Mutant("writes over a session", engine_kv, "_refuse_occupied", "if kv.block_table(adapter):", "if False:"),
+        Mutant("makes a twin", engine_kv, "_refuse_occupied", "if registered is not None and", "if False and"),
         Mutant(
-            "counts K alone", kv.SessionKV, "_places", "(kv.key_cache, kv.value_cache)", "(kv.key_cache,)"
+            "counts K alone", engine_kv.SessionKV, "_places", "(kv.key_cache, kv.value_cache)", "(kv.key_cache,)"
         ),
-        Mutant("counts a run as one block", kv.SessionKV, "blocks", "count * page", "page"),
-        Mutant("counts no cross-attention", kv.SessionKV, "beside", "None if self.closed", "None if True"),
+        Mutant("counts a run as one block", engine_kv.SessionKV, "blocks", "count * page", "page"),
+        Mutant("counts no cross-attention", engine_kv.SessionKV, "beside", "None if self.closed", "None if True"),
     )
 }

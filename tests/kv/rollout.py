@@ -20,8 +20,8 @@ from engine import (
     write,
 )
 
-from vllm_omni_session_state.omni.kv import SessionKV
-from vllm_omni_session_state.paged import PagedKV
+from vllm_omni_session_state.omni.worker.engine_kv import SessionKV
+from vllm_omni_session_state.state.paged_kv import PagedKV
 
 _seeds = itertools.count(1000)
 

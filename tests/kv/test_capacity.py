@@ -8,9 +8,9 @@ from omni_tiny.capacity import free_bytes
 from omni_tiny.inproc import TinyDreamZero
 from omni_tiny.tiny import MODEL_OWNED_BYTES
 
-from vllm_omni_session_state.errors import BudgetFixedError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import capacity, kv
+from vllm_omni_session_state.base.errors import BudgetFixedError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.omni.worker import kv_sizing, engine_kv
 
 pytestmark = pytest.mark.host
 
@@ -38,8 +38,8 @@ def test_with_a_device_budget_what_is_not_reserved_is_the_pools(dreamzero_checkp
     budget = 3 * MODEL_OWNED_BYTES
     with load(dreamzero_checkpoint, exact=False, host_budget="1GiB", device_budget=budget) as model:
         cache = model.runner.kv_cache
-        reserved = capacity.reserve(MODEL_OWNED_BYTES, budget, kv_nbytes=kv.most_nbytes(cache))
-        assert reserved == 5 * MODEL_OWNED_BYTES + kv.most_nbytes(cache)
+        reserved = kv_sizing.reserve(MODEL_OWNED_BYTES, budget, kv_nbytes=engine_kv.most_nbytes(cache))
+        assert reserved == 5 * MODEL_OWNED_BYTES + engine_kv.most_nbytes(cache)
         assert cache.model_owned_state_reserved_bytes == 0
         assert model.capacity == min(64, planned(cache, reserved)) > 12
         assert f"room for the KV of {model.capacity} sessions; {reserved} bytes are reserved" in caplog.text

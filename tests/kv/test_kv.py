@@ -18,8 +18,8 @@ from rollout import Rollout
 from torch.utils._python_dispatch import TorchDispatchMode
 from travel_kv import WAYS, packed, take_out
 
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.pack import pack
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.offload.pack import pack
 
 pytestmark = pytest.mark.host
 
@@ -36,7 +36,7 @@ def test_a_session_that_was_out_is_as_if_it_had_never_been(shape, way, frames):
         tree = way(take_out(rollout.state))
         all_free(pool)
         disturb(pool)
-        kv.put_back(rollout.state, tree)
+        engine_kv.put_back(rollout.state, tree)
         rollout.check()
         rollout.run(2)
         rollout.check()
@@ -56,7 +56,7 @@ def test_a_state_made_anew_takes_it_too():
     rollout = Rollout(pool, LIKE_LINGBOT, frames=LONG_PAST_THE_WINDOW)
     tree = take_out(rollout.state)
     rollout.state = new_state(pool, "a")
-    kv.put_back(rollout.state, tree)
+    engine_kv.put_back(rollout.state, tree)
     rollout.run(3)
     rollout.check()
 
@@ -68,7 +68,7 @@ def test_sessions_that_take_turns_in_a_pool_for_one_are_each_as_if_alone():
     for round_ in range(6):
         for name in ("a", "b", "c", "d", "e"):
             if name in trees:
-                kv.put_back(rollouts[name].state, trees.pop(name))
+                engine_kv.put_back(rollouts[name].state, trees.pop(name))
                 rollouts[name].run(1 + round_ % 3)
             else:
                 rollouts[name] = Rollout(pool, shape, name, frames=1)
@@ -84,7 +84,7 @@ def test_the_branches_need_not_be_at_one_place():
     for seed in range(4):
         rollout.frames["negative"].append(frame(2, seed))
         write(rollout.state, "negative", rollout.frames["negative"][-1:])
-    kv.put_back(rollout.state, take_out(rollout.state))
+    engine_kv.put_back(rollout.state, take_out(rollout.state))
     rollout.check()
 
 
@@ -108,7 +108,7 @@ def test_many_blocks_leave_in_as_few_copies_as_the_layers_have_keys_and_values()
         assert len(pack([tree["keys"], tree["values"]]).storages) == 2 * shape.layers
         calls = {}
         with Counting():
-            kv.put_back(rollout.state, tree)
+            engine_kv.put_back(rollout.state, tree)
         assert calls["index_copy_"] == 2 * shape.layers
         assert not calls.keys() & {"index_put_", "copy_", "clone", "cat"}
         rollout.check()
@@ -126,7 +126,7 @@ def test_cross_attention_tensors_are_handed_over_and_aliases_stay_aliases():
     held = list(keys)
     tree = take_out(rollout.state)
     assert all(a is b for a, b in zip(tree["cross"]["text"]["positive"][0], held, strict=True)), "a copy"
-    kv.put_back(rollout.state, packed(tree))
+    engine_kv.put_back(rollout.state, packed(tree))
     rollout.check()
     by_branch = pool._cross_sessions["a"]["text"]
     assert [t.data_ptr() for t in by_branch["positive"][0]] == [
@@ -142,12 +142,12 @@ def test_two_sessions_of_one_tree_share_no_cross_attention_cache():
     two = Rollout(pool, LIKE_DREAMZERO, "two")
     two.frames = {branch: list(frames) for branch, frames in one.frames.items()}
     two.cross = dict(one.cross)
-    tree = kv.gather(one.state)
+    tree = engine_kv.gather(one.state)
     one.check()
-    kv.put_back(two.state, tree)
+    engine_kv.put_back(two.state, tree)
     one.state.close()
     one.state = new_state(pool, "one")
-    kv.put_back(one.state, tree)
+    engine_kv.put_back(one.state, tree)
     two.encode("text")
     two.run(2)
     two.check()
@@ -170,7 +170,7 @@ def test_staged_history_is_never_taken_for_a_restored_sessions(monkeypatch):
     blocks = pool.block_table(rollout.state.adapters["positive"])
     tree = take_out(rollout.state)
     while True:  # into the very blocks: all that the engine compares is equal but for the adapter
-        kv.put_back(rollout.state, tree)
+        engine_kv.put_back(rollout.state, tree)
         if pool.block_table(rollout.state.adapters["positive"]) == blocks:
             break
         rollout.state.close()
@@ -184,7 +184,7 @@ def test_a_context_that_commits_nothing_keeps_no_session_from_being_taken_out():
     rollout = Rollout(pool, LIKE_DREAMZERO, frames=2)
     look(rollout.state, "positive")
     assert rollout.state._paged_pending["positive"] is not None
-    kv.put_back(rollout.state, take_out(rollout.state))
+    engine_kv.put_back(rollout.state, take_out(rollout.state))
     assert rollout.state._paged_pending == {"positive": None, "negative": None}
     rollout.run(2)
     rollout.check()

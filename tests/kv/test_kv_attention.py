@@ -20,7 +20,7 @@ from engine import (
 )
 from travel_kv import WAYS, packed, take_out
 
-from vllm_omni_session_state.omni import kv
+from vllm_omni_session_state.omni.worker import engine_kv
 
 pytestmark = pytest.mark.host
 
@@ -77,7 +77,7 @@ def test_attention_is_bit_equal_although_the_kv_was_out(shape, way, often):
         moved = new_state(pool, "other")  # so that the blocks are others than they were
         forward(moved, shape.branches[0], 1, commit=True)
         back = new_state(pool, state.session_id) if often else state
-        kv.put_back(back, tree)
+        engine_kv.put_back(back, tree)
         moved.close()
         return back
 
@@ -98,7 +98,7 @@ def test_the_outputs_tell_the_sink_from_the_window():
             keys = tree["keys"][0]
             if len(keys) > 2:
                 keys[0] = keys[-1]
-            kv.put_back(state, tree)
+            engine_kv.put_back(state, tree)
         return state
 
     pool = make_pool(LIKE_LINGBOT)

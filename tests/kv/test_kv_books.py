@@ -6,9 +6,9 @@ from engine import LIKE_DREAMZERO, LIKE_LINGBOT, SHAPES, all_free, make_pool, nb
 from rollout import Rollout
 
 from vllm_omni_session_state import LatentBuffer, SessionState
-from vllm_omni_session_state.errors import NotAllocatedError, PoolFullError
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.paged import PagedKV
+from vllm_omni_session_state.base.errors import NotAllocatedError, PoolFullError
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.state.paged_kv import PagedKV
 
 pytestmark = pytest.mark.host
 
@@ -57,7 +57,7 @@ def test_no_session_holds_more_between_its_forwards_than_is_said_of_all(shape):
     for _ in range(shape.sink + shape.window + 3):
         rollout.run(1)
         held.append(rollout.handle.nbytes)
-    assert max(held) == held[-1] == kv.most_nbytes(pool)
+    assert max(held) == held[-1] == engine_kv.most_nbytes(pool)
 
 
 def test_a_whole_session_leaves_and_comes_back_with_its_kv():
@@ -67,8 +67,8 @@ def test_a_whole_session_leaves_and_comes_back_with_its_kv():
     session = SessionState("a")
     latents = session.put("latents", LatentBuffer())
     latents.replace([torch.arange(5)])
-    handle = kv.join(session, rollout.state)
-    assert kv.join(session, rollout.state) is handle
+    handle = engine_kv.join(session, rollout.state)
+    assert engine_kv.join(session, rollout.state) is handle
     part = session.part(lambda _: True)
     session.let_go(part)
     all_free(pool)
@@ -83,7 +83,7 @@ def test_a_whole_session_leaves_and_comes_back_with_its_kv():
     assert not latents.resident, "half of it came back"
     blocker.state.close()
     session.put_back(part)
-    assert session.get(kv.NAME) is handle
+    assert session.get(engine_kv.NAME) is handle
     assert handle.view() is rollout.state
     rollout.check()
     assert latents.view()[0].tolist() == [0, 1, 2, 3, 4]
@@ -96,11 +96,11 @@ def test_a_whole_session_leaves_and_comes_back_with_its_kv():
 def test_a_session_joins_with_the_state_that_the_runner_made_last():
     pool = make_pool(LIKE_DREAMZERO)
     session, first = SessionState("a"), new_state(pool, "a")
-    handle = kv.join(session, first)
+    handle = engine_kv.join(session, first)
     first.close()
     second = new_state(pool, "a")
-    assert kv.join(session, second) is not handle
-    assert kv.join(session, second).view() is second
+    assert engine_kv.join(session, second) is not handle
+    assert engine_kv.join(session, second).view() is second
     second.reset()
-    assert kv.join(session, second).view() is second
-    assert isinstance(session.get(kv.NAME), PagedKV)
+    assert engine_kv.join(session, second).view() is second
+    assert isinstance(session.get(engine_kv.NAME), PagedKV)

@@ -7,8 +7,8 @@ from omni_tiny.inproc import TinyDreamZero
 from profiles import LONG
 from travel_kv import by_reference, packed, take_out, written
 
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.paged import PagedKV
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.state.paged_kv import PagedKV
 
 pytestmark = pytest.mark.host
 
@@ -48,12 +48,12 @@ def differing(model, alone, *, way, anew, spoil=lambda tree: tree):
         for session in SESSIONS:
             if session in trees:
                 state = runner._new_session_state(session) if anew else closed[session]
-                kv.put_back(state, spoil(trees.pop(session)))
+                engine_kv.put_back(state, spoil(trees.pop(session)))
                 runner._sessions[session] = state
             if not step(model, session, round_).equals(alone[session, round_]):
                 wrong.append((session, round_))
             state = closed[session] = runner._sessions.pop(session)
-            counted = PagedKV(kv.SessionKV(state)).nbytes
+            counted = PagedKV(engine_kv.SessionKV(state)).nbytes
             assert counted == nbytes(state) > 0
             trees[session] = way(take_out(state))
             all_free(pool)

@@ -23,9 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from profiles import sized
 from travel_kv import WAYS, take_out
 
-from vllm_omni_session_state.errors import MidChunkError, PoolFullError
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.paged import PagedKV
+from vllm_omni_session_state.base.errors import MidChunkError, PoolFullError
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.state.paged_kv import PagedKV
 
 pytestmark = pytest.mark.host
 
@@ -90,7 +90,7 @@ class KVMachine(RuleBasedStateMachine):
         self.states[name] = state
         handle = self.handles.get(name)
         if handle is None or not handle.resident or handle.view() is not state:
-            self.handles[name] = PagedKV(kv.SessionKV(state))
+            self.handles[name] = PagedKV(engine_kv.SessionKV(state))
 
     def drop(self, name):
         self.states.pop(name).close()
@@ -195,14 +195,14 @@ class KVMachine(RuleBasedStateMachine):
         no_place = model.cross and len(self.kv._cross_sessions) == self.shape.sessions
         if model.blocks() > free or no_place:
             with pytest.raises(PoolFullError) as raised:
-                kv.put_back(state, model.tree)
+                engine_kv.put_back(state, model.tree)
             assert raised.value.wanted > raised.value.room
             del raised  # it is in a circle with this frame, and holds the tree until that is collected
         elif break_at is not None and model.blocks():
             with broken(self.kv, *break_at), pytest.raises(OSError, match="on purpose"):
-                kv.put_back(state, model.tree)
+                engine_kv.put_back(state, model.tree)
         else:
-            kv.put_back(state, model.tree)
+            engine_kv.put_back(state, model.tree)
             assert all(state.adapters[branch] is not old[branch] for branch in old), "an old adapter is used"
             model.tree = None
             self.hold(name, state)

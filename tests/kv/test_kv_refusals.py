@@ -19,8 +19,8 @@ from engine import (
 from rollout import Rollout
 from travel_kv import packed, take_out
 
-from vllm_omni_session_state.errors import KVOccupiedError, MidChunkError, PoolFullError, SeamMismatchError
-from vllm_omni_session_state.omni import kv, kv_tree
+from vllm_omni_session_state.base.errors import KVOccupiedError, MidChunkError, PoolFullError, SeamMismatchError
+from vllm_omni_session_state.omni.worker import engine_kv, kv_payload
 
 pytestmark = pytest.mark.host
 
@@ -36,7 +36,7 @@ def test_in_the_middle_of_a_chunk_nothing_is_taken_out(shape):
     write(rollout.state, branch, new, commit=False)
     handle, before = rollout.handle, free(pool)
     assert handle.staged == ((branch,),)
-    for attempt in (kv.gather, lambda _: handle.export_payload()):
+    for attempt in (engine_kv.gather, lambda _: handle.export_payload()):
         with pytest.raises(MidChunkError, match=f"branch '{branch}' has {TOKENS} tokens") as raised:
             attempt(rollout.state)
         assert raised.value.tokens == TOKENS
@@ -46,7 +46,7 @@ def test_in_the_middle_of_a_chunk_nothing_is_taken_out(shape):
     rollout.state.commit_paged_context(branch)
     rollout.frames[branch] += new
     assert handle.staged is None
-    kv.put_back(rollout.state, take_out(rollout.state))
+    engine_kv.put_back(rollout.state, take_out(rollout.state))
     rollout.check()
 
 
@@ -61,14 +61,14 @@ def test_too_few_blocks_leave_the_pool_as_it_was():
     for anew in (False, True):
         state = new_state(pool, "a") if anew else rollout.state
         with pytest.raises(PoolFullError, match=r"8 are wanted; .*gpu_memory_fraction") as raised:
-            kv.put_back(state, tree)
+            engine_kv.put_back(state, tree)
         assert (raised.value.wanted, raised.value.room) == (8, before)
         assert free(pool) == before
     state.close()
     assert pool._adapters == adapters
     other.check()
     other.state.close()
-    kv.put_back(rollout.state, tree)
+    engine_kv.put_back(rollout.state, tree)
     rollout.check()
 
 
@@ -79,18 +79,18 @@ def test_no_place_for_cross_attention_takes_no_block():
         Rollout(pool, LIKE_LINGBOT, name).encode("text")
     before, state = free(pool), new_state(pool, "a")
     with pytest.raises(PoolFullError, match="cross-attention") as raised:
-        kv.put_back(state, tree)
+        engine_kv.put_back(state, tree)
     assert (raised.value.wanted, raised.value.room) == (1, 0)
     assert free(pool) == before
     pool.release_cross_attention("b")
-    kv.put_back(state, tree)
+    engine_kv.put_back(state, tree)
 
 
 def test_no_place_among_the_runners_sessions_is_no_room_although_there_are_blocks():
     """They are for the windows of the sessions that have a place."""
     pool = make_pool(LIKE_LINGBOT)
     sessions = {name: Rollout(pool, LIKE_LINGBOT, name).state for name in "bcd"}
-    handle = kv.SessionKV(Rollout(pool, LIKE_LINGBOT).state, sessions)
+    handle = engine_kv.SessionKV(Rollout(pool, LIKE_LINGBOT).state, sessions)
     tree = take_out(handle.state)
     assert tree["cross"] is None
     with pytest.raises(PoolFullError, match="0 places for a session free and 1 are wanted"):
@@ -111,7 +111,7 @@ def test_a_session_that_the_engine_holds_is_not_written_over():
     def refused(state, why):
         before = free(pool)
         with pytest.raises(KVOccupiedError, match=why):
-            kv.put_back(state, tree)
+            engine_kv.put_back(state, tree)
         assert free(pool) == before
         twin.check()
 
@@ -124,7 +124,7 @@ def test_a_session_that_the_engine_holds_is_not_written_over():
     refused(gone, "another state of it has begun")
     refused(twin.state, "has blocks")
     twin.state.close()
-    kv.put_back(gone, tree)
+    engine_kv.put_back(gone, tree)
     rollout.check()
 
 
@@ -134,14 +134,14 @@ def test_chunks_that_left_no_block_are_a_beginning_all_the_same():
     state = new_state(pool, "a")
     for adapter in state.adapters.values():
         adapter._completed_chunks, adapter.compacted_tokens = 3, 3 * TOKENS
-    tree = kv.gather(state)
+    tree = engine_kv.gather(state)
     assert (tree["keys"], tree["values"]) == ([], [])
     with pytest.raises(KVOccupiedError, match="committed chunks"):
-        kv.put_back(state, tree)
+        engine_kv.put_back(state, tree)
     state.close()
-    kv.put_back(state, packed(tree))
+    engine_kv.put_back(state, packed(tree))
     assert [a.completed_chunks for a in state.adapters.values()] == [3, 3]
-    kv_tree.check(tree, state)
+    kv_payload.check(tree, state)
 
 
 @pytest.mark.parametrize("shape", [LIKE_DREAMZERO, LIKE_LINGBOT], ids=["DreamZero", "LingBot"])
@@ -175,13 +175,13 @@ def test_a_fault_at_any_layer_leaves_every_block_free_on_the_way_back(shape, par
         with monkeypatch.context() as patch:
             break_at(patch, pool, part, layer, after=2 if part == "key_cache" and layer == 0 else 0)
             with pytest.raises(OSError, match="on purpose"):
-                kv.put_back(rollout.state, tree)
+                engine_kv.put_back(rollout.state, tree)
         assert free(pool) == pool.managed_num_blocks - 1
         assert pool._cross_sessions == {}
         assert pool._adapters == registered
         assert rollout.state.adapters == adapters
         assert rollout.state._closed is not anew
-    kv.put_back(rollout.state, tree)
+    engine_kv.put_back(rollout.state, tree)
     rollout.run(1)
     rollout.check()
 
@@ -214,9 +214,9 @@ def test_a_fault_between_two_branches_gives_the_first_ones_blocks_back(monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(pool, "allocate_token_slots", fails_for_the_second)
         with pytest.raises(RuntimeError, match="exhausted"):
-            kv.put_back(rollout.state, tree)
+            engine_kv.put_back(rollout.state, tree)
     all_free(pool)
-    kv.put_back(rollout.state, tree)
+    engine_kv.put_back(rollout.state, tree)
     rollout.check()
 
 

@@ -8,8 +8,9 @@ from engine import LIKE_LINGBOT, all_free, make_pool
 from rollout import Rollout
 
 from vllm_omni_session_state import SessionState
-from vllm_omni_session_state.errors import SeamMismatchError
-from vllm_omni_session_state.omni import kv, kv_tree, seams
+from vllm_omni_session_state.base.errors import SeamMismatchError
+from vllm_omni_session_state.omni.worker import engine_kv, kv_payload
+from vllm_omni_session_state.omni.hooks import seams
 
 pytestmark = pytest.mark.host
 
@@ -50,13 +51,13 @@ def other_class(owner, **names):
 def refuses(rollout, name):
     session = SessionState("a")
     with pytest.raises(SeamMismatchError, match=rf"\.{name}: expected .*, found ") as raised:
-        kv.join(session, rollout.state)
+        engine_kv.join(session, rollout.state)
     assert session.empty
     return raised.value
 
 
 def test_the_engine_of_this_version_is_as_expected(rollout):
-    kv.check_engine(rollout.state)
+    engine_kv.check_engine(rollout.state)
 
 
 @pytest.mark.parametrize(("place", "name"), METHODS)
@@ -102,7 +103,7 @@ def private_names(module):
                 yield node.attr
 
 
-@pytest.mark.parametrize("module", [kv, kv_tree], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [engine_kv, kv_payload], ids=lambda module: module.__name__)
 def test_every_private_name_that_is_used_is_listed(module):
     listed = {name for _, name in METHODS + FIELDS}
     used = set(private_names(module))

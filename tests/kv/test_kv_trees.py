@@ -5,8 +5,8 @@ from engine import LIKE_LINGBOT, TOKENS, Shape, all_free, make_pool, new_state
 from rollout import Rollout
 from travel_kv import packed, take_out
 
-from vllm_omni_session_state.errors import BadPayloadError
-from vllm_omni_session_state.omni import kv
+from vllm_omni_session_state.base.errors import BadPayloadError
+from vllm_omni_session_state.omni.worker import engine_kv
 
 pytestmark = pytest.mark.host
 
@@ -70,4 +70,4 @@ def test_a_tree_of_another_engine_is_refused():
     pool, other = make_pool(LIKE_LINGBOT), make_pool(Shape(branches=("main",), layers=2, window=3, sink=2))
     tree = take_out(Rollout(other, Shape(branches=("main",), window=3, sink=2), frames=5).state)
     with pytest.raises(BadPayloadError, match="3 layers"):
-        kv.put_back(new_state(pool, "a"), tree)
+        engine_kv.put_back(new_state(pool, "a"), tree)

@@ -7,17 +7,12 @@ from engine import free
 from omni_tiny.tiny import MODEL_OWNED_BYTES
 from profiles import LONG
 
-from vllm_omni_session_state.errors import (
-    NoRoomError,
-    SessionRestoreFailedError,
-    SessionStateLostError,
-    TierFaultError,
-)
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.exchange import Ranks
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import NoRoomError, SessionRestoreFailedError, SessionStateLostError, TierFaultError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.manager.consensus import Ranks
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
 
@@ -116,14 +111,14 @@ def fails_after(monkeypatch, owner, name, *, calls=0, error=BROKEN):
 
 
 PARKING = {
-    "taking the KV out": lambda patch: fails_after(patch, kv, "_read_blocks"),
+    "taking the KV out": lambda patch: fails_after(patch, engine_kv, "_read_blocks"),
     "between two layers of the KV": lambda patch: fails_after(patch, torch.Tensor, "index_select", calls=3),
     "the host tier": lambda patch: fails_after(patch, HostTier, "put", error=MemoryError("no room")),
 }
 RESTORING = {
     "the host tier": lambda patch: fails_after(patch, HostTier, "get", error=MemoryError("no room")),
     "between two layers of the KV": lambda patch: fails_after(patch, torch.Tensor, "index_copy_", calls=3),
-    "the second branch": lambda patch: fails_after(patch, kv.kv_tree, "place", calls=1),
+    "the second branch": lambda patch: fails_after(patch, engine_kv.kv_tree, "place", calls=1),
 }
 
 
@@ -272,7 +267,7 @@ def test_a_decode_of_a_parked_session_for_which_there_is_no_place_is_refused(ser
 def test_where_ranks_must_agree_a_parked_session_counts_with_its_kv(served):
     """Else they agree to park what a rank has no room for, and its KV stays on the device beside the pool."""
     three = served(**HOST, on_lost="error")
-    size = MODEL_OWNED_BYTES + kv.most_nbytes(three.pool)
+    size = MODEL_OWNED_BYTES + engine_kv.most_nbytes(three.pool)
     cascade = three.manager.cascade
     cascade.ranks, cascade.host = Ranks(lambda message: [message]), HostTier(budget=3 * size - 1)
     three.step(0, 1, 2, 3, 4)

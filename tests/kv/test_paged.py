@@ -4,19 +4,12 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionState, SessionStateManager
-from vllm_omni_session_state.errors import (
-    EngineOwnedError,
-    MidChunkError,
-    NotAllocatedError,
-    NothingStagedError,
-    PoolFullError,
-    SessionRestoreFailedError,
-)
-from vllm_omni_session_state.exchange import word_of
-from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.paged import PagedKV
-from vllm_omni_session_state.regions import Region, union
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import EngineOwnedError, MidChunkError, NotAllocatedError, NothingStagedError, PoolFullError, SessionRestoreFailedError
+from vllm_omni_session_state.manager.consensus import status_of
+from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.state.paged_kv import PagedKV
+from vllm_omni_session_state.accounting.regions import Region, union
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 
 class Arena:
@@ -168,7 +161,7 @@ def test_where_ranks_must_agree_kv_that_cannot_be_taken_out_is_given_up_and_the_
 
     def exchange(message):
         told.append(message)
-        mine = word_of(message)
+        mine = status_of(message)
         return [message, mine._replace(failed="").packed()]
 
     def no_memory():

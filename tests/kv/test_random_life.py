@@ -10,7 +10,7 @@ from broken import broken_between_layers
 from engine import all_free, free, nbytes
 from profiles import count
 
-from vllm_omni_session_state.omni import kv
+from vllm_omni_session_state.omni.worker import engine_kv
 
 pytestmark = pytest.mark.host
 
@@ -95,14 +95,14 @@ class Life:
         (manager,) = pool.manager.coordinator.single_type_managers
         shown = dict(zip(names, self.manager.listing(), strict=True))
         for name in here:
-            state, handle = self.runner._sessions[name], self.manager.peek(name).get(kv.NAME)
+            state, handle = self.runner._sessions[name], self.manager.peek(name).get(engine_kv.NAME)
             assert handle.view() is state
             regions = handle.footprint().regions
             for adapter in state.adapters.values():
                 blocks = [b for b in manager.req_to_blocks[adapter.request_id] if not b.is_null]
                 used += len(blocks)
                 assert has_pages(pool, regions, [block.block_id for block in blocks])
-            (value,) = [value for value in shown[name].values if value.name == kv.NAME]
+            (value,) = [value for value in shown[name].values if value.name == engine_kv.NAME]
             assert sum(value.nbytes.values()) == handle.nbytes == nbytes(state)
         for name in set(shown) - set(here):
             assert shown[name].place in {"host", "disk"}

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state import rebuild, skeleton
-from vllm_omni_session_state.omni import kv
-from vllm_omni_session_state.pack import pack, unpack
+from vllm_omni_session_state.offload import decode, tree_spec
+from vllm_omni_session_state.omni.worker import engine_kv
+from vllm_omni_session_state.offload.pack import pack, unpack
 
 
 def take_out(state: Any) -> Any:
     """One session's KV, out of the engine, whose blocks of that session are all free afterwards."""
-    tree = kv.gather(state)
+    tree = engine_kv.gather(state)
     state.close()
     return tree
 
@@ -37,9 +37,9 @@ def packed(tree: Any) -> Any:
 def written(tree: Any) -> Any:
     """The same through JSON, as by the disk tier."""
     apart = pack(tree)
-    document = skeleton.write(apart.skeleton, apart.storages)
+    document = tree_spec.write(apart.skeleton, apart.storages)
     storages = _copied([*apart.storages, *document.extra])
-    read = rebuild.read(json.loads(json.dumps(document.document)), storages)
+    read = decode.read(json.loads(json.dumps(document.document)), storages)
     return unpack(read, storages)
 
 

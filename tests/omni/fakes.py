@@ -10,7 +10,7 @@ import types
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vllm_omni_session_state.omni.seams import LOADER_MODULE
+from vllm_omni_session_state.omni.hooks.seams import LOADER_MODULE
 
 
 class DreamZeroPipeline:

@@ -14,10 +14,10 @@ import pytest
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.patches import Patches
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import agreement, capacity, ranks
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.omni.worker import agreement, kv_sizing, ranks
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 LIMIT_S = 20  # nobody waits that long but for a rank that never comes
 PLACES, KV = (5, 3), (700, 900)
@@ -50,7 +50,7 @@ class Ranks:
         monkeypatch.setattr(agreement, "loads", [])
         monkeypatch.setattr(agreement, "_kv_nbytes", lambda runner: KV[runner.rank])
         monkeypatch.setattr(agreement, "_give_back", lambda: None)
-        monkeypatch.setattr(capacity, "preallocate", self.sized)
+        monkeypatch.setattr(kv_sizing, "preallocate", self.sized)
         self.sizes = [self.size, self.size]
         self.runners = [self.load(rank, tmp_path, **settings) for rank in range(2)]
 

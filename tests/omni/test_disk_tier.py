@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_omni_session_state.errors import SeamMismatchError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import seams
-from vllm_omni_session_state.omni.sleep import hook_shutdown
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.files import read_file
+from vllm_omni_session_state.base.errors import SeamMismatchError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.files import read_file
 
 pytestmark = pytest.mark.host
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_session_state.omni import seams
+from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.plugin import register
 
 pytestmark = pytest.mark.host

@@ -8,9 +8,9 @@ import pytest
 from fakes import Config, DreamZeroPipeline, OldConfig, OtherPipeline, installed, loader_module
 
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.config import ENV_FLAG, ENV_MAX_SESSIONS
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import agreement, runner
+from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.omni.worker import agreement, runner
 from vllm_omni_session_state.plugin import register
 
 

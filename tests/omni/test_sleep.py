@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_omni_session_state.errors import SeamMismatchError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import rpc, seams
-from vllm_omni_session_state.omni.sleep import hook_sleep
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import SeamMismatchError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.omni.worker import rpc
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker.lifecycle import hook_sleep
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
 

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from vllm_omni_session_state import page_locked, transfer
+from vllm_omni_session_state.offload import page_locked, copy
 
 
 class _Memory(bytearray):
@@ -58,7 +58,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(page_locked, "allocate", fake.allocate)
     monkeypatch.setattr(page_locked, "give_back", fake.give_back)
     monkeypatch.setattr(page_locked, "is_used", lambda: True)
-    monkeypatch.setattr(transfer, "on_accelerator", lambda _: True)
+    monkeypatch.setattr(copy, "on_accelerator", lambda _: True)
     return fake
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_omni_session_state.chunks import Chunks
+from vllm_omni_session_state.accounting.append_list import AppendTrackedList
 
 Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - what a model may hold
 
@@ -278,7 +278,7 @@ CONTAINERS = {
     "default": lambda w: collections.defaultdict(list, a=w.list),
     "dict subclass": lambda w: MyDict(a=w.list),
     "list subclass": lambda w: MyList([w.list]),
-    "chunks": lambda w: Chunks([w.tensor, w.list]),
+    "chunks": lambda w: AppendTrackedList([w.tensor, w.list]),
     "named tuple": lambda w: Pair(w.list, w.tensor),
     "dataclass": lambda w: Record(w.list),
     "dataclass with slots": lambda w: Slotted(w.tensor),

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from profiles import sized
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.state.session import Declaration
 
 KEYS = st.sampled_from(["a", "b", "c", "d"])
 NAMES = st.sampled_from(["x", "y"])

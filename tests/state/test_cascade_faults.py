@@ -13,16 +13,10 @@ from profiles import LONG
 from saboteur import Saboteur
 from tiered import HOSTED, all_hold, begin, files, holds, manager_of, places
 
-from vllm_omni_session_state.errors import (
-    BadFileError,
-    CannotParkError,
-    NoRoomError,
-    SessionRestoreFailedError,
-    TierFaultError,
-)
-from vllm_omni_session_state.release import Watch
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state.base.errors import BadFileError, CannotParkError, NoRoomError, SessionRestoreFailedError, TierFaultError
+from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.file_system import System
 
 
 @pytest.fixture

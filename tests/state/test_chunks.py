@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.chunks import Chunks
-from vllm_omni_session_state.pack import pack, unpack
+from vllm_omni_session_state.accounting.append_list import AppendTrackedList
+from vllm_omni_session_state.offload.pack import pack, unpack
 
 
 def test_chunks_are_a_list_in_every_way():
-    chunks = Chunks([1, 2])
+    chunks = AppendTrackedList([1, 2])
     chunks.append(3)
     assert isinstance(chunks, list)
     assert chunks == [1, 2, 3]
@@ -35,14 +35,14 @@ def test_chunks_are_a_list_in_every_way():
     assert (twin := copy.deepcopy(chunks))[3] is twin
     with pytest.raises(TypeError):
         hash(chunks)
-    tensors = Chunks([torch.ones(1, 2), torch.zeros(1, 2)])
+    tensors = AppendTrackedList([torch.ones(1, 2), torch.zeros(1, 2)])
     assert torch.cat(tensors, dim=1).shape == (1, 4)
     assert torch.stack(tensors).shape == (2, 1, 2)
 
 
 def test_chunks_inside_of_a_value_stay_as_they_are():
     """They are, or were, a buffer's own: a copy would be another list than the buffer's."""
-    chunks = Chunks([torch.ones(2)])
+    chunks = AppendTrackedList([torch.ones(2)])
     packed = pack({"x": chunks})
     assert packed.storages == []
     assert unpack(packed.skeleton, [])["x"] is chunks
@@ -53,7 +53,7 @@ def test_every_method_that_changes_a_list_is_known():
     silent = {"append", "extend", "__iadd__"}  # what was there stays where it was
     reading = {name for name in dir(tuple) if hasattr(list, name)} | {"copy", "__reversed__"}
     changing = set(dir(list)) - reading - silent | {"__init__"}
-    assert {name for name in vars(Chunks) if hasattr(list, name)} >= changing
+    assert {name for name in vars(AppendTrackedList) if hasattr(list, name)} >= changing
     assert changing == {
         *("__init__", "__setitem__", "__delitem__", "__imul__"),
         *("clear", "insert", "pop", "remove", "reverse", "sort"),

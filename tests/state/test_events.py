@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from profiles import sized
 
-from vllm_omni_session_state import events
-from vllm_omni_session_state.errors import CannotParkError, NoRoomError, TierFullError
-from vllm_omni_session_state.events import LOGGER, say_failure, say_rarely
-from vllm_omni_session_state.ids import show_in_the_clear
-from vllm_omni_session_state.manager import SessionStateManager
+from vllm_omni_session_state.base import log
+from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, TierFullError
+from vllm_omni_session_state.base.log import LOGGER, log_failure, log_rarely
+from vllm_omni_session_state.base.ids import show_in_the_clear
+from vllm_omni_session_state.manager.manager import SessionStateManager
 
 
 class Lines(logging.Handler):
@@ -32,19 +32,19 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def log():
-    events.forget_said()
+    log.forget_said()
     lines = Lines()
     LOGGER.addHandler(lines)
     yield lines
     LOGGER.removeHandler(lines)
-    events.forget_said()
+    log.forget_said()
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [1000.0]
-    monkeypatch.setattr(events.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -56,7 +56,7 @@ def test_a_refusal_is_one_line_with_its_remedy_and_once_a_minute(log, clock):
     for second in range(200):
         clock[0] = 1000.0 + second
         for session in ("s-1", "s-2"):
-            say_failure("a session was not parked", full(session, wanted=second))
+            log_failure("a session was not parked", full(session, wanted=second))
     assert len(log.lines) == 4
     assert [record.exc_info for record in log.records] == [None] * 4
     assert log.lines[0] == (
@@ -69,8 +69,8 @@ def test_a_refusal_is_one_line_with_its_remedy_and_once_a_minute(log, clock):
 def test_refusals_of_two_kinds_do_not_hold_each_other_back(log, clock):
     for error in (full(), CannotParkError("s-1", "it has a window in progress"), NoRoomError("2 are kept")):
         for _ in range(3):
-            say_failure("a session was not parked", error)
-    say_failure("a session was not restored", full())
+            log_failure("a session was not parked", error)
+    log_failure("a session was not restored", full())
     assert len(log.lines) == 4
 
 
@@ -89,7 +89,7 @@ def test_a_surprise_keeps_its_traceback_once_and_is_a_line_a_minute_then(log, cl
         try:
             broken()
         except KeyError as error:
-            say_failure("a call failed", error)
+            log_failure("a call failed", error)
     first, *later = [at for at, record in enumerate(log.records) if record.levelno == logging.ERROR]
     assert log.records[first].exc_info
     assert [log.records[at].exc_info for at in later] == [None, None]
@@ -102,7 +102,7 @@ def test_a_surprise_keeps_its_traceback_once_and_is_a_line_a_minute_then(log, cl
 
 def test_what_is_said_after_a_quiet_time_counts_nothing(log, clock):
     for _ in range(2):
-        say_rarely(logging.WARNING, ("x",), "so it is")
+        log_rarely(logging.WARNING, ("x",), "so it is")
         clock[0] += 60
     assert log.lines == ["WARNING so it is"] * 2
 

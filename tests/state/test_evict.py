@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_session_state import LatentBuffer
-from vllm_omni_session_state.footprint import footprint
+from vllm_omni_session_state.accounting.footprint import footprint
 
 KEPT_BY = st.sampled_from(["nobody", "a view", "the storage's tensor", "the staged payload"])
 

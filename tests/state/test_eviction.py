@@ -7,13 +7,14 @@ import torch
 from profiles import count
 from test_pool import Places
 
-from vllm_omni_session_state import SessionStateManager, config
-from vllm_omni_session_state.errors import CannotParkError, NoRoomError, SessionStateLostError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.omni import budgets
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state import SessionStateManager
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionStateLostError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.omni.worker import budgets
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 SIZE = 1024
 ROBOTS = ("robot-A", "robot-B", "robot-C")
@@ -212,12 +213,12 @@ def test_the_age_of_the_oldest_parked_session_is_told(disk, seconds, words):
 
 
 def test_the_warning_comes_again_after_a_minute(disk, caplog, monkeypatch):
-    from vllm_omni_session_state import events
+    from vllm_omni_session_state.base import log
 
     manager = manager_of(disk=disk)
     abandon(manager, 5)
-    now = [events.time.monotonic()]
-    monkeypatch.setattr(events.time, "monotonic", lambda: now[0])
+    now = [log.time.monotonic()]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
     for seconds, lines in ((0, 1), (59, 1), (2, 2)):
         now[0] += seconds
         with pytest.raises(NoRoomError):
@@ -359,7 +360,7 @@ def test_a_tier_that_has_no_room_for_one_session_is_a_complaint_at_start(caplog,
         "host_budget": "512KiB",
         "disk": {"path": str(tmp_path), "budget": "1MiB"},
     }
-    settings, complaints = config.resolve(True, {}, options=options)
+    settings, complaints = settings.resolve(True, {}, options=options)
     assert complaints == ()
     bounds = budgets.bounds_of(settings, several_ranks=False)
     disk, why = budgets.disk_tier(bounds, keep=False)

@@ -19,15 +19,10 @@ from profiles import sized
 from test_pool import Places
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.errors import (
-    CannotParkError,
-    NoRoomError,
-    SessionRestoreFailedError,
-    SessionStateLostError,
-)
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionRestoreFailedError, SessionStateLostError
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = st.sampled_from("abcdefg")

@@ -8,12 +8,13 @@ import pytest
 import torch
 from profiles import count
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, growth
-from vllm_omni_session_state.addresses import AddressSpace
-from vllm_omni_session_state.chunks import Chunks
-from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.accounting import append_tracking
+from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
+from vllm_omni_session_state.accounting.append_list import AppendTrackedList
+from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 
 def allocated():
@@ -24,7 +25,7 @@ def allocated():
 
 @pytest.fixture(autouse=True)
 def one_chunk_is_many(monkeypatch):
-    monkeypatch.setattr(growth, "SHORT", 0)
+    monkeypatch.setattr(append_tracking, "SHORT", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ class Work:
         self.tensors = self.regions = self.calls = 0
 
     def of(self, call, *arguments):
-        storage, replace = torch.Tensor.untyped_storage, AddressSpace.replace
+        storage, replace = torch.Tensor.untyped_storage, IntervalCounter.replace
 
         def looked_at(tensor):
             self.tensors += 1
@@ -54,7 +55,7 @@ class Work:
 
         with (
             mock.patch.object(torch.Tensor, "untyped_storage", looked_at),
-            mock.patch.object(AddressSpace, "replace", replaced),
+            mock.patch.object(IntervalCounter, "replace", replaced),
         ):
             sys.setprofile(called)
             try:
@@ -180,7 +181,7 @@ def test_a_chunk_that_is_held_beside_its_list_counts_once_when_it_comes_to_it():
 
 
 def test_a_short_list_is_walked_and_a_long_one_is_not(monkeypatch):
-    monkeypatch.setattr(growth, "SHORT", 3)
+    monkeypatch.setattr(append_tracking, "SHORT", 3)
     manager = SessionStateManager()
     for chunks, walked in ((3, 3), (4, 4), (5, 1)):
         with manager.lease("a") as session:
@@ -214,6 +215,6 @@ def test_the_list_of_a_parked_and_restored_buffer_notes_changes_as_before():
     assert manager.park("a")
     with manager.lease("a") as session:
         chunks = session.get("film").container
-        assert type(chunks) is Chunks
+        assert type(chunks) is AppendTrackedList
         chunks[0] = torch.zeros(3)
     assert manager.stats()["total_nbytes"] == 12

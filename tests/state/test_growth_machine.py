@@ -10,11 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from profiles import sized
 from test_growth import allocated
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, growth
-from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.regions import union
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.accounting import append_tracking
+from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.accounting.regions import union
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 KEYS = st.sampled_from(["a", "b"])
 BUFFERS = st.sampled_from(["film", "score", "latents"])
@@ -206,7 +207,7 @@ def nbytes(regions):
 
 @pytest.fixture(autouse=True, params=[0, 2], ids="short {}".format)
 def a_few_chunks_are_many(request, monkeypatch):
-    monkeypatch.setattr(growth, "SHORT", request.param)
+    monkeypatch.setattr(append_tracking, "SHORT", request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.ids import (
-    ENV_KEY,
-    export_key,
-    find,
-    hashed,
-    session_key,
-    show_in_the_clear,
-    shown,
-)
+from vllm_omni_session_state.base.ids import ENV_KEY, export_key, resolve, redacted_id, session_key, show_in_the_clear, display_id
 
 
 @pytest.mark.parametrize("nobody", [None, ""])
@@ -40,14 +32,14 @@ def test_what_is_no_string_is_refused_by_name(value):
 @sized(2000)
 @given(st.text(st.characters(), min_size=1), st.text(st.characters(), min_size=1))
 def test_shown_ids_tell_sessions_apart_without_their_ids(a, b):
-    assert shown(a) == shown(a)
-    assert (shown(a) == shown(b)) == (a == b)
-    assert a not in shown(a) or len(a) <= 2  # one or two characters occur in any hash
+    assert display_id(a) == display_id(a)
+    assert (display_id(a) == display_id(b)) == (a == b)
+    assert a not in display_id(a) or len(a) <= 2  # one or two characters occur in any hash
 
 
 def shown_elsewhere(session_id, environ):
     """The id as another process shows it, under that environment."""
-    code = f"from vllm_omni_session_state.ids import shown; print(shown({session_id!r}))"
+    code = f"from vllm_omni_session_state.base.ids import shown; print(shown({session_id!r}))"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.strip()
 
@@ -56,23 +48,23 @@ def test_a_shown_id_cannot_be_guessed_from_another_deployment():
     elsewhere = {name: value for name, value in os.environ.items() if name != ENV_KEY}
     other = shown_elsewhere("robot-1", elsewhere)
     assert other.startswith("s-")
-    assert other != shown("robot-1")
+    assert other != display_id("robot-1")
 
 
 def test_all_processes_of_a_deployment_show_a_session_alike(monkeypatch):
     monkeypatch.delenv(ENV_KEY, raising=False)
     export_key()
-    assert shown_elsewhere("robot-1", dict(os.environ)) == shown("robot-1")
+    assert shown_elsewhere("robot-1", dict(os.environ)) == display_id("robot-1")
 
 
 def test_a_key_that_was_given_is_used_and_kept(monkeypatch):
     monkeypatch.setenv(ENV_KEY, "of both machines")
-    before = shown("robot-1")
+    before = display_id("robot-1")
     export_key()
     assert os.environ[ENV_KEY] == "of both machines"
-    assert shown("robot-1") == before
+    assert display_id("robot-1") == before
     monkeypatch.setenv(ENV_KEY, "of another deployment")
-    assert shown("robot-1") != before
+    assert display_id("robot-1") != before
 
 
 @pytest.fixture
@@ -83,26 +75,26 @@ def in_the_clear():
 
 
 def test_ids_are_shown_in_the_clear_only_where_that_is_asked_for(in_the_clear):
-    assert shown("robot-1") == "robot-1"
-    assert shown("\ud800").encode()  # what no wire carries is written out
+    assert display_id("robot-1") == "robot-1"
+    assert display_id("\ud800").encode()  # what no wire carries is written out
     show_in_the_clear(False)
-    assert shown("robot-1") == hashed("robot-1")
+    assert display_id("robot-1") == redacted_id("robot-1")
 
 
 @sized(2000)
 @given(st.lists(st.text(min_size=1), unique=True, min_size=1), st.data())
 def test_a_session_is_found_by_its_id_and_by_what_is_shown_of_it(keys, data):
     key = data.draw(st.sampled_from(keys))
-    assert find(key, keys) == key
-    assert find(shown(key), keys) == (shown(key) if shown(key) in keys else key)
+    assert resolve(key, keys) == key
+    assert resolve(display_id(key), keys) == (display_id(key) if display_id(key) in keys else key)
 
 
 def test_both_names_find_a_session_that_is_shown_in_the_clear(in_the_clear):
-    assert find("robot-1", ["robot-1"]) == "robot-1"
-    assert find(hashed("robot-1"), ["robot-1"]) == "robot-1"
+    assert resolve("robot-1", ["robot-1"]) == "robot-1"
+    assert resolve(redacted_id("robot-1"), ["robot-1"]) == "robot-1"
 
 
 def test_nobody_finds_what_is_not_there():
-    assert find("robot-1", []) is None
-    assert find(None, ["robot-1"]) is None
-    assert find("", ["default"]) == "default"
+    assert resolve("robot-1", []) is None
+    assert resolve(None, ["robot-1"]) is None
+    assert resolve("", ["default"]) == "default"

@@ -10,12 +10,12 @@ import pytest
 import safetensors
 from tiered import FILE, begin, manager_of
 
-from vllm_omni_session_state.ids import fingerprint
-from vllm_omni_session_state.omni.sleep import hook_shutdown, leave_process
-from vllm_omni_session_state.tiers.ahead import ReadAhead
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.files import read_file
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state.base.ids import fingerprint
+from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, leave_process
+from vllm_omni_session_state.offload.read_ahead import ReadAhead
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.file_system import System
 
 LARGE = 1 << 30
 STOP = 128 + signal.SIGTERM  # what the host's worker makes of the signal

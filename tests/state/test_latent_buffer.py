@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_omni_session_state import LatentBuffer
-from vllm_omni_session_state.errors import BadPayloadError, NotAllocatedError, NothingStagedError
+from vllm_omni_session_state.base.errors import BadPayloadError, NotAllocatedError, NothingStagedError
 
 ITEMS = st.integers(0, 1000)
 

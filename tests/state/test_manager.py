@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.state.session import Declaration
 
 IDS = st.sampled_from([None, "", "default", "a", "b", "c", "d", "e", "f"])
 
@@ -80,7 +80,7 @@ class LruMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_list(self):
         self.manager.check()
-        assert [entry.session for entry in self.manager.listing()] == [shown(key) for key, _ in self.model]
+        assert [entry.session for entry in self.manager.listing()] == [display_id(key) for key, _ in self.model]
         assert len(self.manager) == len(self.model)
         stats = self.manager.stats()
         assert {
@@ -122,7 +122,7 @@ def test_an_eviction_is_said_with_the_shown_id_and_the_setting(caplog):
     with caplog.at_level(logging.WARNING):
         manager.get_or_create_session("robot-other")
     (record,) = caplog.records
-    assert shown("robot-secret") in record.getMessage()
+    assert display_id("robot-secret") in record.getMessage()
     assert "OMNI_DIFFUSION_SESSION_STATE_MANAGER_MAX_SESSIONS" in record.getMessage()
     assert "robot-secret" not in record.getMessage()
 

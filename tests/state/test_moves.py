@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from profiles import sized
 from tiered import HOSTED, all_hold, begin, manager_of
 
-from vllm_omni_session_state.errors import SessionRestoreFailedError
-from vllm_omni_session_state.moves import NBYTES, SECONDS, Histogram, Move
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.base.errors import SessionRestoreFailedError
+from vllm_omni_session_state.manager.move_stats import NBYTES, SECONDS, Histogram, Move
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
 @pytest.fixture

@@ -10,15 +10,16 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from vllm_omni_session_state import SessionStateManager, accounts, ledger
-from vllm_omni_session_state.accounts import Accounts
-from vllm_omni_session_state.addresses import AddressSpace
-from vllm_omni_session_state.footprint import footprint
-from vllm_omni_session_state.ledger import Ledger
-from vllm_omni_session_state.regions import TIER
-from vllm_omni_session_state.session import Declaration, Role, SessionState
-from vllm_omni_session_state.tangle import Tangle
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state import SessionStateManager
+from vllm_omni_session_state.accounting import accounts, ledger
+from vllm_omni_session_state.accounting.accounts import Accounts
+from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
+from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.accounting.ledger import Ledger
+from vllm_omni_session_state.accounting.regions import TIER
+from vllm_omni_session_state.state.session import Declaration, Role, SessionState
+from vllm_omni_session_state.accounting.overlap_map import OverlapMap
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 FEW = settings(
     max_examples=100,
@@ -220,7 +221,7 @@ def a_dropped_session_stays_idle():
 
 
 def shared_bytes_count_twice():
-    return mock.patch.object(AddressSpace, "total", property(lambda self: self._total + self.shared))
+    return mock.patch.object(IntervalCounter, "total", property(lambda self: self._total + self.shared))
 
 
 def a_charge_is_added_to_the_last():
@@ -236,7 +237,7 @@ def overlaps_within_one_session_count_twice():
 
 
 def overlaps_between_sessions_are_not_looked_for():
-    return mock.patch.object(Tangle, "reaches", return_value=False)
+    return mock.patch.object(OverlapMap, "reaches", return_value=False)
 
 
 def what_is_outside_adds_up():

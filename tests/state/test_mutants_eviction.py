@@ -11,14 +11,14 @@ import test_eviction_machine as machine_tests
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from vllm_omni_session_state.cascade import Cascade
-from vllm_omni_session_state.eviction import Eviction
-from vllm_omni_session_state.levels import Levels
-from vllm_omni_session_state.order import RecencyOrder
-from vllm_omni_session_state.room import Room
-from vllm_omni_session_state.table import Table
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.uses import Uses
+from vllm_omni_session_state.manager.offloader import Offloader
+from vllm_omni_session_state.manager.eviction import EvictionPolicy
+from vllm_omni_session_state.manager.tiers import Tiers
+from vllm_omni_session_state.manager.lru import LruOrder
+from vllm_omni_session_state.manager.capacity import DeviceCapacity
+from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.manager.leases import Leases
 
 FEW = settings(
     max_examples=200,
@@ -108,7 +108,7 @@ def the_youngest_is_lost():
 
 
 def one_more_is_lost_than_makes_the_room():
-    make = Eviction.make
+    make = EvictionPolicy.make
 
     def one_more(self, *args, but=None, **how):
         lost = make(self, *args, but=but, **how)
@@ -120,16 +120,16 @@ def one_more_is_lost_than_makes_the_room():
             self._end(there[0])
         return lost
 
-    return mock.patch.object(Eviction, "make", one_more)
+    return mock.patch.object(EvictionPolicy, "make", one_more)
 
 
 def bytes_of_others_are_paid_for_by_a_newcomer():
-    crowded = Room.crowded
-    return mock.patch.object(Room, "crowded", lambda self, **_: crowded(self, paid=False))
+    crowded = DeviceCapacity.crowded
+    return mock.patch.object(DeviceCapacity, "crowded", lambda self, **_: crowded(self, paid=False))
 
 
 def a_use_does_not_unmark():
-    seat_of = Uses._seat
+    seat_of = Leases._seat
 
     def marked(self, key, *args, **how):
         stale = {seat.session.serial for seat in self._table.seats.values() if seat.stale}
@@ -138,7 +138,7 @@ def a_use_does_not_unmark():
             seat.stale = seat.session.serial in stale
         return seat
 
-    return mock.patch.object(Uses, "_seat", marked)
+    return mock.patch.object(Leases, "_seat", marked)
 
 
 def those_that_are_not_marked_go_too():
@@ -150,19 +150,19 @@ def those_that_are_not_marked_go_too():
 
 
 def somebody_is_lost_also_where_it_is_of_no_use():
-    return mock.patch.object(Eviction, "_would_do", return_value=True)
+    return mock.patch.object(EvictionPolicy, "_would_do", return_value=True)
 
 
 def what_others_gave_back_is_not_seen():
-    return mock.patch.object(Levels, "takes", return_value=False)
+    return mock.patch.object(Tiers, "takes", return_value=False)
 
 
 def a_reserved_device_is_not_watched():
-    return mock.patch.object(Room, "fixed", False)
+    return mock.patch.object(DeviceCapacity, "fixed", False)
 
 
 def a_stop_leaves_a_session_on_its_way():
-    arrive = Cascade.arrive
+    arrive = Offloader.arrive
 
     def unless_stopped(self, seat):
         import sys
@@ -170,11 +170,11 @@ def a_stop_leaves_a_session_on_its_way():
         if not isinstance(sys.exc_info()[1], SystemExit):
             arrive(self, seat)
 
-    return mock.patch.object(Cascade, "arrive", unless_stopped)
+    return mock.patch.object(Offloader, "arrive", unless_stopped)
 
 
 def the_order_takes_no_place_back():
-    return mock.patch.object(RecencyOrder, "put_back", lambda self, key, _: self.use(key))
+    return mock.patch.object(LruOrder, "put_back", lambda self, key, _: self.use(key))
 
 
 CAUGHT_BY = {

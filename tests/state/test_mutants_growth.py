@@ -11,13 +11,13 @@ import test_growth_machine as machine_tests
 from hypothesis.stateful import run_state_machine_as_test
 from test_mutants_accounts import FEW
 
-from vllm_omni_session_state import glance, growth
-from vllm_omni_session_state.accounts import Accounts
-from vllm_omni_session_state.chunks import Chunks
-from vllm_omni_session_state.growth import Growth, Pile
-from vllm_omni_session_state.ledger import Ledger
-from vllm_omni_session_state.regions import union
-from vllm_omni_session_state.session import SessionState
+from vllm_omni_session_state.accounting import identity_cache, append_tracking
+from vllm_omni_session_state.accounting.accounts import Accounts
+from vllm_omni_session_state.accounting.append_list import AppendTrackedList
+from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog
+from vllm_omni_session_state.accounting.ledger import Ledger
+from vllm_omni_session_state.accounting.regions import union
+from vllm_omni_session_state.state.session import SessionState
 
 
 def any_life_of_lists():
@@ -47,7 +47,7 @@ def what_is_outside():
 
 def unnoticed(name):
     def mutant():
-        return mock.patch.object(Chunks, name, getattr(list, name))
+        return mock.patch.object(AppendTrackedList, name, getattr(list, name))
 
     mutant.__name__ = f"unnoticed_{name.strip('_')}"
     return mutant
@@ -58,22 +58,22 @@ def a_sort_that_fails_is_not_noticed():
         list.sort(self, **options)
         self.run = None
 
-    return mock.patch.object(Chunks, "sort", sort)
+    return mock.patch.object(AppendTrackedList, "sort", sort)
 
 
 def a_copy_is_not_compared():
     def succeed(self, other):
         self.run, other.run = other.run, None
 
-    return mock.patch.object(Chunks, "succeed", succeed)
+    return mock.patch.object(AppendTrackedList, "succeed", succeed)
 
 
 def a_copy_is_walked_anew():
-    return mock.patch.object(Chunks, "succeed", return_value=None)
+    return mock.patch.object(AppendTrackedList, "succeed", return_value=None)
 
 
 def what_came_is_walked_for_ever():
-    return mock.patch.object(Growth, "join", lambda self: self.pile.add(self.found.regions))
+    return mock.patch.object(Appended, "join", lambda self: self.pile.add(self.found.regions))
 
 
 def what_came_is_never_charged():
@@ -81,26 +81,26 @@ def what_came_is_never_charged():
         for run, count in zip(self.pile.runs, self.counts, strict=True):
             run.count = max(run.count, count)
 
-    return mock.patch.object(Growth, "join", join)
+    return mock.patch.object(Appended, "join", join)
 
 
 def other_kinds_join():
-    return mock.patch.object(growth, "is_plain", return_value=True)
+    return mock.patch.object(append_tracking, "is_plain", return_value=True)
 
 
 def other_kinds_are_forgotten():
-    grown = growth.grown
+    grown = append_tracking.scan_appended
 
     def forgetful(lists, pile):
         found = grown(lists, pile)
         found.rest.clear()
         return found
 
-    return mock.patch("vllm_omni_session_state.settlement.grown", forgetful)
+    return mock.patch("vllm_omni_session_state.manager.charging.grown", forgetful)
 
 
 def what_a_pile_has_is_added_again():
-    return mock.patch.object(Pile, "without", lambda self, regions: union(regions))
+    return mock.patch.object(RegionLog, "without", lambda self, regions: union(regions))
 
 
 def what_came_is_charged_twice():
@@ -156,11 +156,11 @@ def lists_of_the_other_role_are_forgotten():
 
 
 def a_glance_trusts_the_place():
-    return mock.patch.object(glance.Glance, "same", lambda self, items: len(items) == len(self._tensors))
+    return mock.patch.object(identity_cache.UnchangedTensors, "same", lambda self, items: len(items) == len(self._tensors))
 
 
 def a_glance_overlooks_another_storage():
-    return mock.patch.object(glance, "_address", return_value=0)
+    return mock.patch.object(identity_cache, "_address", return_value=0)
 
 
 CAUGHT_BY = {
@@ -191,7 +191,7 @@ CAUGHT_BY = {
 
 @pytest.fixture(autouse=True)
 def one_chunk_is_many(monkeypatch):
-    monkeypatch.setattr(growth, "SHORT", 0)
+    monkeypatch.setattr(append_tracking, "SHORT", 0)
 
 
 @pytest.fixture(autouse=True)

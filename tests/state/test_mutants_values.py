@@ -11,11 +11,12 @@ import test_odd_values as odd
 import test_stays as stays
 import torch
 
-from vllm_omni_session_state import arrays, pack, parking, rebuild, remains, skeleton, slots
-from vllm_omni_session_state.errors import SessionStateError
-from vllm_omni_session_state.reach import Reach
-from vllm_omni_session_state.tiers import files
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.accounting import arrays
+from vllm_omni_session_state.offload import pack, parking, decode, retained, tree_spec, slots
+from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.accounting.reach import Reach
+from vllm_omni_session_state.offload import files
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
 def in_a_folder(check):
@@ -68,7 +69,7 @@ def said_of_a_park_that_frees_nothing():
     manager = stays.on_host()
     with manager.lease("s") as session:
         session.attrs["odd"] = stays.Record(torch.ones(3))
-    with mock.patch.object(remains, "say_once") as said:
+    with mock.patch.object(retained, "say_once") as said:
         manager.park("s")
     assert said.call_count == 1
 
@@ -194,16 +195,16 @@ def what_stays_is_not_said():
 
 
 def an_array_is_let_go_whoever_holds_it():
-    real = remains.weakly
+    real = retained.weakly
     return mock.patch.object(
-        remains,
+        retained,
         "weakly",
         lambda memory: real(memory) if isinstance(memory, torch.UntypedStorage) else lambda: None,
     )
 
 
 def the_writer_refers_to_itself():
-    real = skeleton.write
+    real = tree_spec.write
 
     def write(*args):
         written = real(*args)
@@ -211,22 +212,22 @@ def the_writer_refers_to_itself():
         cycle.append(cycle)
         return written
 
-    return mock.patch.object(skeleton, "write", write)
+    return mock.patch.object(tree_spec, "write", write)
 
 
 def the_writer_does_not_ask_the_reader():
-    return mock.patch.object(rebuild, "prove")
+    return mock.patch.object(decode, "prove")
 
 
 def the_trial_uses_what_is_the_sessions():
-    return mock.patch.object(rebuild.copy, "deepcopy", lambda tree: tree)
+    return mock.patch.object(decode.copy, "deepcopy", lambda tree: tree)
 
 
 def no_array_has_memory_of_its_own():
     def has_own(_):
         return False
 
-    return mock.patch.object(skeleton, "has_own", has_own)
+    return mock.patch.object(tree_spec, "has_own", has_own)
 
 
 def a_file_is_read_into_memory_that_is_not_torchs_own():

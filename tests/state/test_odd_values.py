@@ -17,10 +17,10 @@ from profiles import count, sized
 from world import World
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.errors import CannotParkError
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import CannotParkError
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize")
 

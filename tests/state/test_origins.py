@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state import config
-from vllm_omni_session_state.config import ENV_FLAG, FLAG, OPTIONS, Settings, resolve
-from vllm_omni_session_state.ids import ENV_KEY
-from vllm_omni_session_state.origins import origins, unread
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS, Settings, resolve
+from vllm_omni_session_state.base.ids import ENV_KEY
+from vllm_omni_session_state.cli.settings_origin import origins, unread
 
 WORDS = st.sampled_from(["", " ", "1", "0", "on", "8GiB", "10%", "warn", "error", "maybe", "-3", "7.5", "12"])
 VARIABLES = [ENV_FLAG, *(f"{ENV_FLAG}_{field.name.upper()}" for field in fields(Settings)[1:])]
@@ -23,7 +23,7 @@ def by_name(flag, environ, options=None):
 
 def test_without_anything_all_are_defaults():
     found = by_name(None, {})
-    assert set(found) == {FLAG, "max_sessions", *config._OPTION_NAMES}
+    assert set(found) == {FLAG, "max_sessions", *settings._OPTION_NAMES}
     assert {(origin.source, origin.where) for origin in found.values()} == {("default", "")}
 
 
@@ -49,7 +49,7 @@ def test_nonsense_is_nobodys_origin():
 @given(
     st.sampled_from([None, True, False, "on", "maybe"]),
     st.dictionaries(st.sampled_from(VARIABLES), WORDS),
-    st.one_of(st.none(), st.just("text"), st.dictionaries(st.sampled_from(config._OPTION_NAMES), WORDS)),
+    st.one_of(st.none(), st.just("text"), st.dictionaries(st.sampled_from(settings._OPTION_NAMES), WORDS)),
 )
 @sized(1000)
 def test_what_each_place_alone_gives_is_what_is_in_force(flag, environ, options):
@@ -68,9 +68,9 @@ def test_what_each_place_alone_gives_is_what_is_in_force(flag, environ, options)
 
 @pytest.mark.parametrize("group", [{"disk": {"path": "/a"}}, {"disk.path": "/a"}])
 def test_a_key_of_a_group_is_found_in_both_spellings(monkeypatch, group):
-    from vllm_omni_session_state.origins import _places
+    from vllm_omni_session_state.cli.settings_origin import _places
 
-    monkeypatch.setattr(config, "_OPTION_NAMES", ("disk.path",))
+    monkeypatch.setattr(settings, "_OPTION_NAMES", ("disk.path",))
     variable = f"{ENV_FLAG}_DISK_PATH"
     assert _places("disk_path", None, group) == ("disk.path", variable, f"{OPTIONS}.disk.path", "/a")
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state import transfer
-from vllm_omni_session_state.pack import pack, unpack
-from vllm_omni_session_state.slots import TensorSlot
+from vllm_omni_session_state.offload import copy
+from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload.slots import TensorSlot
 
 DTYPES = st.sampled_from(
     [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex64]
@@ -64,9 +64,9 @@ def trees(draw):
 
 def moved(storages):
     """The same bytes in other storages, by way of a slab; the old ones are overwritten."""
-    slab = transfer.to_slab(storages)
+    slab = copy.to_slab(storages)
     sizes = [storage.nbytes() for storage in storages]
-    new = transfer.from_slab(slab, sizes, [torch.device("cpu")] * len(sizes))
+    new = copy.from_slab(slab, sizes, [torch.device("cpu")] * len(sizes))
     for storage in storages:
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xEE)
     return new

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import sized
 from tiered import FILE, SIZE, all_hold, begin, manager_of
 
-from vllm_omni_session_state import page_locked, transfer
-from vllm_omni_session_state.errors import CannotParkError, TierFullError
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.offload import page_locked, copy
+from vllm_omni_session_state.base.errors import CannotParkError, TierFullError
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 MIB = 1 << 20
 LARGE = 1 << 30
@@ -259,5 +259,5 @@ TestPageLockedMachine.settings = sized(2000, stateful_step_count=40)
 
 
 def test_a_slab_that_is_not_page_locked_takes_its_bytes_and_no_more():
-    assert transfer.slab_nbytes([1000, 200]) == 1024 + 512
+    assert copy.slab_nbytes([1000, 200]) == 1024 + 512
     assert HostTier.charge(1000) == 1000

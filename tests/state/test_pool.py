@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.errors import NoRoomError
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import NoRoomError
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 SIZE, SLAB = 1000, 1024
 

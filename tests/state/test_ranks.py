@@ -18,18 +18,13 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.errors import (
-    CannotParkError,
-    NoRoomError,
-    SessionRestoreFailedError,
-    SessionStateLostError,
-)
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.exchange import SIZE, Word, word_of
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionRestoreFailedError, SessionStateLostError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.manager.consensus import SIZE, RankStatus, status_of
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 DECLARED = 1200  # above what a slab of any session here takes
 KEYS = st.sampled_from(["a", "b", "c", "d"])
@@ -323,9 +318,9 @@ def test_a_restore_by_name_meets_all_ranks_also_where_one_does_not_know_the_name
 @given(about=st.text("abcdef0123", min_size=1, max_size=32), said=st.text(), failed=st.text(max_size=900))
 @sized(400)
 def test_a_message_has_one_size_and_says_what_fits(about, said, failed):
-    message = Word(about, said[:40], failed).packed()
+    message = RankStatus(about, said[:40], failed).packed()
     assert len(message) == SIZE
-    word = word_of(message)
+    word = status_of(message)
     assert (word.about, word.said) == (
         about,
         " ".join(said[:40].split()).encode(errors="backslashreplace").decode(),

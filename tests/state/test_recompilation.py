@@ -9,7 +9,7 @@ import torch
 from recompilation import MUTANTS, CountingBackend, bring_back_changed
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 ROUNDS = 4
 

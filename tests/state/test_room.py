@@ -8,10 +8,10 @@ import torch
 from profiles import count
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.errors import NoRoomError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import NoRoomError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 SIZE = 100
 SLAB = 512  # what one storage of that size is charged in a slab

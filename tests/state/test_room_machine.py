@@ -13,20 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import sized
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.errors import (
-    CannotParkError,
-    NoRoomError,
-    SessionParkedError,
-    SessionRestoreFailedError,
-    SessionStateLostError,
-    TierFaultError,
-)
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.regions import TIER
-from vllm_omni_session_state.release import Watch
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionParkedError, SessionRestoreFailedError, SessionStateLostError, TierFaultError
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.accounting.regions import TIER
+from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = st.sampled_from(["a", "b", "c", "d", "e"])
@@ -189,7 +182,7 @@ class RoomMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def begin_restore(self, key):
         """Its file is read in the background, whatever becomes of it meanwhile."""
-        place = {entry.session: entry.place for entry in self.manager.listing()}.get(shown(key))
+        place = {entry.session: entry.place for entry in self.manager.listing()}.get(display_id(key))
         assert self.manager.begin_restore(key) is (place == "disk")
 
     @rule(key=KEYS)

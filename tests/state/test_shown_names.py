@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state import ids
-from vllm_omni_session_state.ids import AmbiguousNameError, Names, find, hashed, show_in_the_clear, shown
+from vllm_omni_session_state.base import ids
+from vllm_omni_session_state.base.ids import AmbiguousNameError, Names, resolve, redacted_id, show_in_the_clear, display_id
 
 
 @contextlib.contextmanager
@@ -29,16 +29,16 @@ def one_word_of_ascii(text):
 @given(hostile.ids, hostile.ids)
 def test_two_ids_are_never_shown_alike_and_each_is_one_word(a, b):
     with showing(True):
-        texts = {key: shown(key) for key in {a, b}}
+        texts = {key: display_id(key) for key in {a, b}}
         assert len(set(texts.values())) == len(texts)
         assert all(one_word_of_ascii(text) and len(text) < 1000 for text in texts.values())
-        assert not {*texts.values()} & {hashed(a), hashed(b)}, "no id is shown as a hash is"
+        assert not {*texts.values()} & {redacted_id(a), redacted_id(b)}, "no id is shown as a hash is"
 
 
 @pytest.mark.parametrize("key", ["robot-1", "a/b", "[1]", "default", "x" * 96])
 def test_what_cannot_be_mistaken_is_shown_as_it_is(key):
     with showing(True):
-        assert shown(key) == key
+        assert display_id(key) == key
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_what_cannot_be_mistaken_is_shown_as_it_is(key):
 )
 def test_what_can_is_written_out(key, text):
     with showing(True):
-        assert shown(key) == text
+        assert display_id(key) == text
 
 
 def test_a_long_id_is_shown_in_part_and_by_its_hash():
     one, other = "x" * 5000, "x" * 4999 + "y"
     with showing(True):
-        assert shown(one) == f"{'x' * 48}\\...{hashed(one)}"
-        assert shown(one) != shown(other)
-        assert find(shown(one), [other, one]) == one
+        assert display_id(one) == f"{'x' * 48}\\...{redacted_id(one)}"
+        assert display_id(one) != display_id(other)
+        assert resolve(display_id(one), [other, one]) == one
 
 
 @sized(2000)
@@ -70,13 +70,13 @@ def test_a_name_means_the_session_that_a_listing_shows_like_it(keys, clear):
     with showing(clear):
         names = Names(keys)
         for key in keys:
-            assert names.find(shown(key)) == key
-            assert names.find(shown(key), only="shown") == key
+            assert names.find(display_id(key)) == key
+            assert names.find(display_id(key), only="shown") == key
             assert names.find(key, only="id") == key
-            others = [other for other in keys if key in (shown(other), hashed(other)) and other != key]
+            others = [other for other in keys if key in (display_id(other), redacted_id(other)) and other != key]
             if not others:
                 assert names.find(key) == key
-            elif clear and key == hashed(others[0]):
+            elif clear and key == redacted_id(others[0]):
                 with pytest.raises(AmbiguousNameError, match="by its id"):
                     names.find(key)
             else:
@@ -87,22 +87,22 @@ def test_a_name_means_the_session_that_a_listing_shows_like_it(keys, clear):
 @given(hostile.sessions(), hostile.ids, st.booleans())
 def test_nobody_is_meant_by_what_is_neither_shown_nor_an_id(keys, name, clear):
     with showing(clear):
-        known = {*keys, *map(shown, keys), *map(hashed, keys)}
+        known = {*keys, *map(display_id, keys), *map(redacted_id, keys)}
         if name not in known:
-            assert find(name, keys) is None
+            assert resolve(name, keys) is None
 
 
 def test_who_takes_anothers_hash_for_an_id_is_not_who_that_hash_means():
-    trap = hashed("robot-1")
-    assert find(trap, [trap, "robot-1"]) == "robot-1"
-    assert find(hashed(trap), [trap, "robot-1"]) == trap
-    assert find(trap, [trap]) == trap, "and alone it can be named by its id"
+    trap = redacted_id("robot-1")
+    assert resolve(trap, [trap, "robot-1"]) == "robot-1"
+    assert resolve(redacted_id(trap), [trap, "robot-1"]) == trap
+    assert resolve(trap, [trap]) == trap, "and alone it can be named by its id"
     assert Names([trap]).find(trap, only="shown") is None
 
 
 def test_two_sessions_of_one_hash_are_told_apart_by_their_ids_alone(monkeypatch):
     monkeypatch.setattr(ids, "fingerprint", lambda key: b"alike!" + key.encode().ljust(10))
-    assert hashed("a") == hashed("b")
+    assert redacted_id("a") == redacted_id("b")
     with pytest.raises(AmbiguousNameError):
-        find(hashed("a"), ["a", "b"])
-    assert find("b", ["a", "b"]) == "b"
+        resolve(redacted_id("a"), ["a", "b"])
+    assert resolve("b", ["a", "b"]) == "b"

@@ -13,12 +13,14 @@ import torch
 from odd_values import MyDict, Record, Stranger, Wrapper
 from test_odd_values import no_collector
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, reach, skeleton
-from vllm_omni_session_state.errors import CannotParkError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.accounting import reach
+from vllm_omni_session_state.offload import tree_spec
+from vllm_omni_session_state.base.errors import CannotParkError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 LARGE = 3 << 20
 DECLARATION = Declaration(device_nbytes=1 << 30, host_fields=frozenset({"kept"}))
@@ -280,7 +282,7 @@ def test_what_numpy_has_seen_is_still_torchs_own(disk):
 
 @pytest.mark.parametrize("kind", ["array", "registered", "nested", "chunks"])
 def test_what_a_park_to_the_disk_lets_go_of_dies_without_the_garbage_collector(disk, kind):
-    skeleton.register_kind(Record, "test.record", to_tree=vars, from_tree=lambda tree: Record(**tree))
+    tree_spec.register_kind(Record, "test.record", to_tree=vars, from_tree=lambda tree: Record(**tree))
     manager, array = on_disk(disk), np.ones(1 << 20, np.uint8)
     gone = weakref.ref(array)
     gc.collect()
@@ -298,7 +300,7 @@ def test_what_a_park_to_the_disk_lets_go_of_dies_without_the_garbage_collector(d
             assert gone() is None
             assert manager.stats()["total_nbytes"] == 0
     finally:
-        skeleton.registered.clear()
+        tree_spec.registered.clear()
 
 
 def test_a_value_that_refers_to_half_of_the_process_leaves_all_where_it_is(caplog, monkeypatch):
@@ -317,25 +319,25 @@ def test_a_content_that_cannot_be_put_together_again_is_refused_when_it_is_writt
     def fails(tree):
         raise KeyError(tree)
 
-    skeleton.register_kind(Record, "test.record", to_tree=vars, from_tree=fails)
+    tree_spec.register_kind(Record, "test.record", to_tree=vars, from_tree=fails)
     try:
         assert "could not be read again" in refused(on_disk(disk), lambda: {"x": Record(1)})
     finally:
-        skeleton.registered.clear()
+        tree_spec.registered.clear()
 
 
 def test_the_trial_changes_nothing_of_a_content_that_its_adapter_would_own(tmp_path):
     def from_tree(tree):
         return Record(tree["held"].fill_(0))
 
-    skeleton.register_kind(Record, "test.record", to_tree=vars, from_tree=from_tree)
+    tree_spec.register_kind(Record, "test.record", to_tree=vars, from_tree=from_tree)
     full = DiskTier(tmp_path, budget=10)
     record = Record(torch.ones(3))
     try:
         assert "disk.budget" in refused(on_disk(full), lambda: {"x": record})
         assert record.held.tolist() == [1, 1, 1]
     finally:
-        skeleton.registered.clear()
+        tree_spec.registered.clear()
         full.close()
 
 

@@ -18,13 +18,13 @@ import pytest
 from profiles import LONG
 from tiered import all_hold, begin, holds, manager_of, places
 
-from vllm_omni_session_state import events
-from vllm_omni_session_state.accounts import Accounts
-from vllm_omni_session_state.omni import sleep
-from vllm_omni_session_state.tiers import folder
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.base import log
+from vllm_omni_session_state.accounting.accounts import Accounts
+from vllm_omni_session_state.omni.worker import lifecycle
+from vllm_omni_session_state.offload import worker_dir
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
-PACKAGE = str(Path(events.__file__).parent)
+PACKAGE = str(Path(log.__file__).parent)
 
 
 class Stop(SystemExit):
@@ -162,10 +162,10 @@ def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_pat
     disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
     manager = manager_of(disk, device=None)
     begin(manager, *"abc")
-    sync = folder.System.fsync
+    sync = worker_dir.System.fsync
 
     def stopped(fd):
-        monkeypatch.setattr(folder.System, "fsync", staticmethod(sync))
+        monkeypatch.setattr(worker_dir.System, "fsync", staticmethod(sync))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)  # the signal comes before it is over
         raise AssertionError("the signal did not come")
@@ -174,7 +174,7 @@ def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_pat
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, handler)
-    monkeypatch.setattr(folder.System, "fsync", staticmethod(stopped))
+    monkeypatch.setattr(worker_dir.System, "fsync", staticmethod(stopped))
     try:
         with pytest.raises(SystemExit):
             manager.park("a")
@@ -182,7 +182,7 @@ def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_pat
         signal.signal(signal.SIGTERM, before)
     assert places(manager) == dict.fromkeys("abc", "device")
     manager.check()
-    ending = threading.Thread(target=sleep.leave_process, args=(manager,), daemon=True)
+    ending = threading.Thread(target=lifecycle.leave_process, args=(manager,), daemon=True)
     ending.start()
     ending.join(60)
     assert not ending.is_alive(), "the shutdown waits for ever"
@@ -191,7 +191,7 @@ def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_pat
 
 
 def test_a_shutdown_does_not_wait_for_ever_for_a_session_whose_mover_is_gone(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(sleep, "WAIT_S", 0.2)
+    monkeypatch.setattr(lifecycle, "WAIT_S", 0.2)
     disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
     manager = manager_of(disk, device=None)
     begin(manager, *"abc")
@@ -200,7 +200,7 @@ def test_a_shutdown_does_not_wait_for_ever_for_a_session_whose_mover_is_gone(tmp
         for name in "ab":
             manager._table.take(seats[name])
             seats[name].moving = True
-    sleep.leave_process(manager)
+    lifecycle.leave_process(manager)
     assert "2 sessions are not kept" in caplog.text
     assert "it is on its way, and nobody waits for it any longer" in caplog.text
     assert places(manager)["c"] == "disk"

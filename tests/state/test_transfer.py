@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni_session_state import transfer
+from vllm_omni_session_state.offload import copy
 
 SIZES = (3 << 20, 1, 700, 5 << 20)
 
@@ -31,10 +31,10 @@ def test_a_large_slab_holds_every_bit_with_huge_pages_and_without(monkeypatch, h
     if not huge_pages:  # as on a system that has none
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     originals = storages()
-    slab = transfer.to_slab(originals)
-    assert slab.nbytes == transfer.slab_nbytes(SIZES) > sum(SIZES)
+    slab = copy.to_slab(originals)
+    assert slab.nbytes == copy.slab_nbytes(SIZES) > sum(SIZES)
     assert slab.untyped_storage().nbytes() == slab.nbytes, "it is charged for what it takes"
-    back = transfer.from_slab(slab, SIZES, [torch.device("cpu")] * len(SIZES))
+    back = copy.from_slab(slab, SIZES, [torch.device("cpu")] * len(SIZES))
     assert all(torch.equal(content(a), content(b)) for a, b in zip(back, originals, strict=True))
     assert not {storage.data_ptr() for storage in back} & {storage.data_ptr() for storage in originals}
 
@@ -42,8 +42,8 @@ def test_a_large_slab_holds_every_bit_with_huge_pages_and_without(monkeypatch, h
 def test_a_slab_for_which_the_machine_has_no_memory_is_a_memory_error(monkeypatch):
     originals = storages()
     monkeypatch.setattr(torch, "empty", no_memory)
-    with pytest.raises(MemoryError, match=f"no host memory for {transfer.slab_nbytes(SIZES)} bytes"):
-        transfer.to_slab(originals)
+    with pytest.raises(MemoryError, match=f"no host memory for {copy.slab_nbytes(SIZES)} bytes"):
+        copy.to_slab(originals)
 
 
 def test_the_memory_of_a_slab_goes_back_when_nobody_holds_it():
@@ -51,7 +51,7 @@ def test_the_memory_of_a_slab_goes_back_when_nobody_holds_it():
         return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
     before = mapped()
-    slab = transfer.to_slab([torch.zeros(64 << 20, dtype=torch.uint8).untyped_storage()])
+    slab = copy.to_slab([torch.zeros(64 << 20, dtype=torch.uint8).untyped_storage()])
     assert mapped() - before >= 64 << 20
     del slab
     assert mapped() - before < 8 << 20

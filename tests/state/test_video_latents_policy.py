@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, growth
-from vllm_omni_session_state.adapters.latents import FIELD, Policy, whole
-from vllm_omni_session_state.errors import LatentsUnreadableError
-from vllm_omni_session_state.ids import shown
-from vllm_omni_session_state.session import Declaration, SessionState
-from vllm_omni_session_state.spill import SEGMENT, Spiller
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.accounting import append_tracking
+from vllm_omni_session_state.adapters.video_latents import FIELD, Policy, whole
+from vllm_omni_session_state.base.errors import LatentsUnreadableError
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.state.session import Declaration, SessionState
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 CHUNK = 64
 """Bytes."""
@@ -25,13 +26,13 @@ class Walked:
         self.manager = SessionStateManager(declaration=declaration, disk=disk)
         self.policy = Policy(spiller=self.manager.cascade.spiller, last=last)
         self.items = 0
-        footprint = growth.footprint
+        footprint = append_tracking.footprint
 
         def counted(*values):
             self.items += len(values)
             return footprint(*values)
 
-        monkeypatch.setattr(growth, "footprint", counted)
+        monkeypatch.setattr(append_tracking, "footprint", counted)
 
     def step(self):
         with self.manager.lease("a") as session:
@@ -124,7 +125,7 @@ def test_a_damaged_file_is_an_error_of_the_decode_alone_and_a_clear_removes_it(t
             LatentsUnreadableError, match=r"storage\.63 is damaged; .* or clear them"
         ) as raised:
             whole(session)
-        assert raised.value.session == shown("robot")
+        assert raised.value.session == display_id("robot")
         assert raised.value.__cause__.__traceback__ is None, "its frames would hold what was read"
     assert len(buffer.segments) == 1
     assert len(buffer) == 3

@@ -9,10 +9,10 @@ from test_room_machine import RoomMachine
 from test_room_machine import quiet as _quiet  # noqa: F401 - a fixture of this file too
 from tiered import begin, manager_of
 
-from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.rows import in_order
-from vllm_omni_session_state.table import Table
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.base.ids import redacted_id
+from vllm_omni_session_state.manager.rows import in_order
+from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
 class Copy:
@@ -104,14 +104,14 @@ def test_rows_are_in_the_order_of_use_and_have_all_bytes(tmp_path):
     with manager.lease("b"):
         rows = in_order(manager.watch.rows().values())
         assert [(row.session, row.place, row.used) for row in rows] == [
-            (hashed("a"), "host", False),
-            (hashed("c"), "disk", False),
-            (hashed("d"), "host", False),
-            (hashed("b"), "device", True),
+            (redacted_id("a"), "host", False),
+            (redacted_id("c"), "disk", False),
+            (redacted_id("d"), "host", False),
+            (redacted_id("b"), "device", True),
         ]
     nbytes = {row.session: row.nbytes for row in rows}
-    assert nbytes[hashed("c")] == {"disk": manager.stats()["disk_nbytes"]}
-    assert nbytes[hashed("a")]["cpu"] == 1024 + 640
+    assert nbytes[redacted_id("c")] == {"disk": manager.stats()["disk_nbytes"]}
+    assert nbytes[redacted_id("a")]["cpu"] == 1024 + 640
     manager.drop_all()
     manager.cascade.disk.close()
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.session import Declaration
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 SIZE = 1000
 LIVE = 650  # above what one session's host values take

@@ -7,8 +7,8 @@ from desk_fakes import Live
 @pytest.fixture
 def live(monkeypatch):
     """Return a function that serves: see `Live`; all are stopped in the end."""
-    from vllm_omni_session_state.ids import show_in_the_clear
-    from vllm_omni_session_state.omni import rpc
+    from vllm_omni_session_state.base.ids import show_in_the_clear
+    from vllm_omni_session_state.omni.worker import rpc
 
     monkeypatch.setattr(rpc, "_gather", lambda mine: [mine])  # each replica is one rank
     started = []

@@ -18,10 +18,13 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_omni_session_state import config
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import operator, rpc, seams, serving
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.omni.admin import install
+from vllm_omni_session_state.omni.worker import rpc
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.server import hooks
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 MIB = 1 << 20
 
@@ -34,7 +37,7 @@ class FakeEngine:
     """Stands where the host's ``AsyncOmni`` does."""
 
     def __init__(self, *, replicas=1, options=None, host_budget=64 * MIB):
-        held = SimpleNamespace(model_config={"session_state": options or {}}, **{config.FLAG: True})
+        held = SimpleNamespace(model_config={"session_state": options or {}}, **{settings.FLAG: True})
         self.stage_configs = [SimpleNamespace(stage_id=0, stage_type="diffusion", diffusion_config=held)]
         tiers = [None if host_budget is None else HostTier(budget=host_budget) for _ in range(replicas)]
         self.managers = [SessionStateManager(tier=tier) for tier in tiers]
@@ -93,7 +96,7 @@ class Live:
 
         module = types.ModuleType("a server's module")
         setattr(module, seams.SERVER_BUILDER, FastAPI)
-        operator.note_applications(module)
+        install.note_applications(module)
         app = getattr(module, seams.SERVER_BUILDER)()
         attach_router(app)
         if self.api_key is not None:
@@ -104,7 +107,7 @@ class Live:
         import uvicorn
 
         self.loop = asyncio.get_running_loop()
-        serving.connect(self.engine, self.app.state)
+        hooks.connect(self.engine, self.app.state)
         settings = uvicorn.Config(self.app, log_level="error", lifespan="off")
         self._server = uvicorn.Server(settings)
         self._ready.set()

@@ -10,7 +10,7 @@ from desk_fakes import MIB, FakeEngine
 
 from vllm_omni_session_state.cli import main, sessions, tables
 from vllm_omni_session_state.cli.client import Client
-from vllm_omni_session_state.ids import hashed
+from vllm_omni_session_state.base.ids import redacted_id
 
 pytestmark = pytest.mark.host
 
@@ -39,9 +39,9 @@ def test_sessions_are_a_table_with_one_row_each_and_a_line_that_counts_them(live
     status, out, err = run("sessions", "--url", server.url)
     assert (status, err) == (0, "")
     rows = {line.split()[0]: line.strip() for line in out.splitlines() if " s-" in line}
-    assert rows.keys() == {hashed(key) for key in "abc"}
-    assert re.fullmatch(r"s-\w+ +on host +4\.00 KiB +1", rows[hashed("b")])
-    assert re.fullmatch(r"s-\w+ +idle +4\.00 KiB +1", rows[hashed("a")])
+    assert rows.keys() == {redacted_id(key) for key in "abc"}
+    assert re.fullmatch(r"s-\w+ +on host +4\.00 KiB +1", rows[redacted_id("b")])
+    assert re.fullmatch(r"s-\w+ +idle +4\.00 KiB +1", rows[redacted_id("a")])
     assert "3 sessions: 2 idle, 1 on host; together 12.0 KiB on cpu" in out
 
 
@@ -65,7 +65,7 @@ def test_a_table_fits_the_terminal_whatever_there_is_to_show(capsys, monkeypatch
     many = {f"cuda:{n}": 10**12 // 7**n for n in range(3)}
     rows = [
         {
-            "session": hashed(str(n)),
+            "session": redacted_id(str(n)),
             "state": state,
             "nbytes": many,
             "home": None if n < 2 else 1,
@@ -100,7 +100,7 @@ def test_a_watch_shows_what_changes_and_outlives_a_server_that_is_away(live, run
     monkeypatch.setattr(sessions, "time", SimpleNamespace(sleep=asleep, strftime=time.strftime))
     assert sessions.watch(client, every_s=1, tables=tables, rounds=3) == 0
     said = "".join(looks) + capsys.readouterr().out
-    assert hashed("b") in said
+    assert redacted_id("b") in said
     assert "Not up to date: no answer from http://127.0.0.1:9" in said
 
 
@@ -116,19 +116,19 @@ def test_one_session_is_shown_by_value(live, run):
     server = live("a")
     status, out, _ = run("inspect", "a", "--url", server.url)
     assert status == 0
-    assert f"Session {hashed('a')}: idle" in out
+    assert f"Session {redacted_id('a')}: idle" in out
     assert re.search(r"frames +Tensor +\(4, 256\) +4\.00 KiB", out)
-    assert json.loads(run("inspect", hashed("a"), "--json", "--url", server.url)[1])["session"] == hashed("a")
+    assert json.loads(run("inspect", redacted_id("a"), "--json", "--url", server.url)[1])["session"] == redacted_id("a")
 
 
 def test_sessions_are_parked_restored_reset_and_closed_a_line_each(live, run):
     server = live("a", "b/c")
     for how, word in (("park", "parked"), ("restore", "restored"), ("reset", "reset")):
-        status, out, err = run(how, "a", hashed("b/c"), "--url", server.url)
+        status, out, err = run(how, "a", redacted_id("b/c"), "--url", server.url)
         assert (status, err) == (0, "")
-        assert out == f"{hashed('a')}: {word}\n{hashed('b/c')}: {word}\n"
+        assert out == f"{redacted_id('a')}: {word}\n{redacted_id('b/c')}: {word}\n"
         server.engine.begin("a", "b/c")
-    assert run("close", "a", "--url", server.url)[:2] == (0, f"{hashed('a')}: closed\n")
+    assert run("close", "a", "--url", server.url)[:2] == (0, f"{redacted_id('a')}: closed\n")
     assert server.engine.managers[0].keys() == ("b/c",)
 
 
@@ -137,7 +137,7 @@ def test_what_one_session_refuses_is_one_line_and_the_others_are_done(live, run)
     with server.engine.managers[0].lease("a"):
         status, out, err = run("close", "a", "b", "nobody", "--url", server.url)
     assert status == 1
-    assert out == f"{hashed('b')}: closed\n"
+    assert out == f"{redacted_id('b')}: closed\n"
     first, second = err.splitlines()
     assert first.startswith("a: the session is in use")
     assert second.startswith("nobody: there is no such session")
@@ -198,7 +198,7 @@ def test_where_there_are_several_replicas_a_session_says_its_home(two, run):
     out = run("sessions", "--url", url)[1]
     assert "home" in out
     assert "ranks" not in out
-    assert re.search(rf"{hashed('a')} +idle +4\.00 KiB +0 *$", out, re.MULTILINE)
+    assert re.search(rf"{redacted_id('a')} +idle +4\.00 KiB +0 *$", out, re.MULTILINE)
     assert "idle, replica 0: 4.00 KiB on cpu" in run("inspect", "a", "--url", url)[1]
     assert tables.DIFFER not in out
 
@@ -208,8 +208,8 @@ def test_a_session_that_is_in_several_replicas_is_marked_and_the_reader_told_wha
     begin("a", replica=0)
     begin("a", "b", replica=1)
     out = run("sessions", "--url", url)[1]
-    assert re.search(rf"{hashed('a')} +idle +8\.00 KiB +{tables.DIFFER} 0, 1 *$", out, re.MULTILINE)
-    assert re.search(rf"{hashed('b')} +idle +4\.00 KiB +1 *$", out, re.MULTILINE)
+    assert re.search(rf"{redacted_id('a')} +idle +8\.00 KiB +{tables.DIFFER} 0, 1 *$", out, re.MULTILINE)
+    assert re.search(rf"{redacted_id('b')} +idle +4\.00 KiB +1 *$", out, re.MULTILINE)
     one = run("inspect", "a", "--url", url)[1]
     assert "idle, replicas 0, 1: 8.00 KiB on cpu" in one
     for said in (out, one):

@@ -10,20 +10,22 @@ import pytest
 import torch
 from desk_fakes import Runner
 
-from vllm_omni_session_state.ids import hashed, show_in_the_clear
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.omni import figures, merged, publish, sleep, source, stats_file, stats_place
-from vllm_omni_session_state.omni.figures import Figures
-from vllm_omni_session_state.omni.replicas import Asked
-from vllm_omni_session_state.tiers.host import HostTier
+from vllm_omni_session_state.base.ids import redacted_id, show_in_the_clear
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.omni.admin import stats_poller, aggregate, stats_source
+from vllm_omni_session_state.omni.worker import publisher, lifecycle
+from vllm_omni_session_state.omni.stats_file import layout, place
+from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
+from vllm_omni_session_state.omni.replicas.calls import Asked
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
     """A place of the test's own, where nothing stays."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(stats_place, "BASE", str(tmp_path / "shm"))
+    monkeypatch.setattr(place, "BASE", str(tmp_path / "shm"))
     return tmp_path / "shm"
 
 
@@ -36,7 +38,7 @@ class Rank:
         self.ends = {"close": 0, "reset": 0, "absent": 0}
 
     def answer(self, number=0):
-        return {"rank": number, "ok": True, **publish.answer(self.worker, self.manager, self.ends)}
+        return {"rank": number, "ok": True, **publisher.answer(self.worker, self.manager, self.ends)}
 
     def step(self, *keys, nbytes=100):
         for key in keys:
@@ -45,7 +47,7 @@ class Rank:
 
     @property
     def publisher(self):
-        return vars(self.worker)[publish._PUBLISHER][1]
+        return vars(self.worker)[publisher._PUBLISHER][1]
 
 
 class Workers:
@@ -74,14 +76,14 @@ class Workers:
 def known(*replicas):
     """What a server knows of these, having asked once; its workers."""
     workers = Workers(*replicas)
-    made = Figures(workers, asyncio.new_event_loop())
+    made = StatsPoller(workers, asyncio.new_event_loop())
     asyncio.run(made.ask())
     return made, workers
 
 
 def states(found):
     return {
-        row["session"]: (row["state"], row["ranks"], row["agree"]) for row in merged.rows(found.asked.answers)
+        row["session"]: (row["state"], row["ranks"], row["agree"]) for row in aggregate.rows(found.asked.answers)
     }
 
 
@@ -89,17 +91,17 @@ def test_what_a_worker_does_is_known_at_once_without_a_call():
     rank = Rank()
     rank.step("a", "b")
     made, workers = known([rank])
-    assert states(made.look(rows=True)) == {hashed(key): ("idle", 1, True) for key in "ab"}
+    assert states(made.look(rows=True)) == {redacted_id(key): ("idle", 1, True) for key in "ab"}
     rank.step("c")
     rank.manager.park("a")
     with rank.manager.lease("b"):
         found = made.look(rows=True)
-        assert [row["session"] for row in merged.rows(found.asked.answers)] == [hashed(key) for key in "acb"]
-        assert states(found)[hashed("b")][0] == "in_use"
+        assert [row["session"] for row in aggregate.rows(found.asked.answers)] == [redacted_id(key) for key in "acb"]
+        assert states(found)[redacted_id("b")][0] == "in_use"
     rank.manager.drop_session("c")
     rank.manager.mark_lost("c", Reason.EXPIRED)
     found = made.look(rows=True)
-    assert states(found) == {hashed("a"): ("host", 1, True), hashed("b"): ("idle", 1, True)}
+    assert states(found) == {redacted_id("a"): ("host", 1, True), redacted_id("b"): ("idle", 1, True)}
     (said,) = found.asked.answers[0]["ranks"]
     stats = rank.manager.stats()
     assert {name: said[name] for name in stats} == stats
@@ -115,13 +117,13 @@ def test_a_step_writes_the_row_of_its_session_alone(monkeypatch):
     rank.step(*map(str, range(50)))
     rank.answer()
     written = []
-    write = stats_file.StatsWriter.write
+    write = layout.StatsWriter.write
 
     def noted(self, figures, rows, moves, **more):
         written.append((list(rows), list(moves)))
         write(self, figures, rows, moves, **more)
 
-    monkeypatch.setattr(stats_file.StatsWriter, "write", noted)
+    monkeypatch.setattr(layout.StatsWriter, "write", noted)
     rank.step("7")
     assert written == [(["7"], []), (["7"], [])]  # it begins, and it ends
     written.clear()
@@ -134,13 +136,13 @@ def test_two_ranks_are_compared_after_the_last_step_that_both_have_done():
     made, _ = known(ranks)
     for rank in ranks:
         rank.step("a", "b")
-    assert states(made.look(rows=True)) == {hashed(key): ("idle", 2, True) for key in "ab"}
+    assert states(made.look(rows=True)) == {redacted_id(key): ("idle", 2, True) for key in "ab"}
     ranks[0].step("c")  # the other rank is about to
     found = made.look(rows=True)
     assert found.asked.answers[0]["agree"]
-    assert states(found)[hashed("c")] == ("idle", 1, True)
+    assert states(found)[redacted_id("c")] == ("idle", 1, True)
     with ranks[0].manager.lease("a"):
-        assert states(made.look(rows=True))[hashed("a")] == ("in_use", 2, True)
+        assert states(made.look(rows=True))[redacted_id("a")] == ("in_use", 2, True)
     ranks[1].step("c", "a")
     assert made.look().asked.answers[0]["agree"]
     for rank in ranks:
@@ -148,7 +150,7 @@ def test_two_ranks_are_compared_after_the_last_step_that_both_have_done():
         rank.step("b", nbytes=100 + 100 * (rank is ranks[0]))
     found = made.look(rows=True)
     assert found.asked.answers[0]["agree"], "bytes may differ"
-    assert merged.totals(found.asked.answers)["nbytes:cpu"] == sum(
+    assert aggregate.totals(found.asked.answers)["nbytes:cpu"] == sum(
         r.manager.stats()["total_nbytes"] for r in ranks
     )
 
@@ -164,9 +166,9 @@ def test_ranks_that_did_different_things_do_not_agree_and_the_row_tells():
     found = made.look(rows=True)
     assert not found.asked.answers[0]["agree"]
     assert {name: row[2] for name, row in states(found).items()} == {
-        hashed("a"): True,
-        hashed("b"): False,
-        hashed("c"): True,
+        redacted_id("a"): True,
+        redacted_id("b"): False,
+        redacted_id("c"): True,
     }
     ranks[0].manager.park("b")
     for rank in ranks:
@@ -185,7 +187,7 @@ def test_ranks_that_used_sessions_in_another_order_do_not_agree():
 def test_a_rank_that_stands_still_while_another_goes_on_does_not_agree():
     ranks = [Rank(), Rank()]
     made, _ = known(ranks)
-    for number in range(stats_file._STEPS - 1):
+    for number in range(layout._STEPS - 1):
         ranks[0].step(str(number))
         assert made.look().asked.answers[0]["agree"]
     ranks[0].step("one more")
@@ -203,8 +205,8 @@ def test_a_worker_that_is_gone_is_said_and_the_others_are_shown():
         "agree": False,
         "ranks": [{"rank": 0, "ok": False, "error": "WorkerGoneError: the worker process is gone"}],
     }
-    assert states(found) == {hashed("b"): ("idle", 1, True)}
-    assert merged.totals(found.asked.answers)["sessions"] == 1
+    assert states(found) == {redacted_id("b"): ("idle", 1, True)}
+    assert aggregate.totals(found.asked.answers)["sessions"] == 1
     del workers.replicas[0]
     asyncio.run(made.ask())
     assert not made.look().asked.answers[0]["agree"], "one that answers no more is still said to be gone"
@@ -223,7 +225,7 @@ def test_a_replica_that_joins_is_asked_once_though_steps_run():
     workers.attached = frozenset({0, 1})
     for _ in range(2):
         asyncio.run(made.fresh())
-        assert states(made.look(rows=True)) == {hashed("b"): ("idle", 1, True)}
+        assert states(made.look(rows=True)) == {redacted_id("b"): ("idle", 1, True)}
     assert workers.calls == 2
 
 
@@ -237,7 +239,7 @@ def test_ids_are_hashed_unless_they_are_to_be_shown():
     finally:
         show_in_the_clear(False)
     rank.step("robot-1")
-    assert list(states(made.look(rows=True))) == [hashed("robot-1")]
+    assert list(states(made.look(rows=True))) == [redacted_id("robot-1")]
 
 
 def no_place(base):
@@ -250,7 +252,7 @@ def fails(*_args):
 
 @pytest.mark.parametrize("why", ["no place", "no room"])
 def test_a_worker_that_cannot_write_says_so_once_and_is_asked(why, base, monkeypatch, caplog):
-    from vllm_omni_session_state.events import forget_said
+    from vllm_omni_session_state.base.log import forget_said
 
     forget_said()
     if why == "no place":
@@ -261,9 +263,9 @@ def test_a_worker_that_cannot_write_says_so_once_and_is_asked(why, base, monkeyp
     ranks[0].step("a")
     made, workers = known([ranks[0]], [ranks[1]])
     ranks[0].step("b")
-    assert list(states(made.look(rows=True))) == [hashed("a")], "as it was when it was asked"
+    assert list(states(made.look(rows=True))) == [redacted_id("a")], "as it was when it was asked"
     asyncio.run(made.fresh())
-    assert list(states(made.look(rows=True))) == [hashed("a"), hashed("b")]
+    assert list(states(made.look(rows=True))) == [redacted_id("a"), redacted_id("b")]
     assert workers.calls == 2
     workers.idle = False
     asyncio.run(made.fresh())
@@ -273,10 +275,10 @@ def test_a_worker_that_cannot_write_says_so_once_and_is_asked(why, base, monkeyp
 
 
 def test_a_file_that_cannot_grow_is_written_no_more_and_serving_goes_on(monkeypatch, caplog):
-    from vllm_omni_session_state.events import forget_said
+    from vllm_omni_session_state.base.log import forget_said
 
     forget_said()
-    monkeypatch.setattr(stats_file, "FIRST_ROWS", 2)
+    monkeypatch.setattr(layout, "FIRST_ROWS", 2)
     rank = Rank()
     rank.step("a")
     made, workers = known([rank])
@@ -301,14 +303,14 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_writing_does_not_leave_it_h
     def stop(*_args):
         raise SystemExit
 
-    monkeypatch.setattr(stats_file.StatsWriter, "_put", stop)
+    monkeypatch.setattr(layout.StatsWriter, "_put", stop)
     with pytest.raises(SystemExit):
         rank.step("b")
     monkeypatch.undo()
     rank.step("c")
     made.look()
     asyncio.run(made.fresh())
-    assert list(states(made.look(rows=True))) == [hashed(key) for key in "abc"]
+    assert list(states(made.look(rows=True))) == [redacted_id(key) for key in "abc"]
 
 
 @pytest.mark.parametrize("ends", ["shutdown", "another model", "nobody holds the model"])
@@ -318,7 +320,7 @@ def test_the_file_goes_with_the_model(ends, base):
     (top,) = base.iterdir()
     (path,) = top.iterdir()
     if ends == "shutdown":
-        sleep.leave_process(rank.manager)
+        lifecycle.leave_process(rank.manager)
     else:
         rank.manager = SessionStateManager()
     assert made.look().asked.answers[0]["ranks"][0]["ok"] is False
@@ -342,7 +344,7 @@ def test_a_forked_child_writes_nothing():
             os._exit(0)
     os.waitpid(child, 0)
     rank.step("b")
-    assert list(states(made.look(rows=True))) == [hashed("b")]
+    assert list(states(made.look(rows=True))) == [redacted_id("b")]
     assert made.look().asked.answers[0]["agree"]
 
 
@@ -353,7 +355,7 @@ def test_a_file_that_cannot_be_read_any_more_is_given_up(monkeypatch):
     assert made.look().age_s == 0
     file = os.open(rank.publisher.path, os.O_RDWR)
     os.pwrite(file, b"\xff" * 64, 0)
-    monkeypatch.setattr(source, "STALE_S", 0.2)
+    monkeypatch.setattr(stats_source, "STALE_S", 0.2)
     assert made.look().asked.answers[0]["ranks"][0]["sessions"] == 1, "as it was last"
     assert made.look().age_s > 0
     time.sleep(0.3)
@@ -384,7 +386,7 @@ def test_figures_of_another_kind_are_not_taken(wrong):
     rank = Rank()
     made, _ = known([rank])
     write = rank.publisher._writer.write
-    said = publish.inside.figures(rank.manager, rank.worker.model_runner, rank.ends)
+    said = publisher.inside.figures(rank.manager, rank.worker.model_runner, rank.ends)
     write({**said, **wrong}, {}, {})
     assert made.look().age_s > 0
     write(said, {}, {})
@@ -395,7 +397,7 @@ def test_figures_of_another_kind_are_not_taken(wrong):
 def test_moves_of_another_kind_are_not_taken(moves):
     rank = Rank()
     made, _ = known([rank])
-    said = publish.inside.figures(rank.manager, rank.worker.model_runner, rank.ends)
+    said = publisher.inside.figures(rank.manager, rank.worker.model_runner, rank.ends)
     rank.publisher._writer.write(said, {}, {"park:host": moves})
     assert made.look().age_s > 0
 
@@ -404,33 +406,33 @@ def test_who_must_be_asked_is_asked_often_while_nothing_runs_and_else_seldom(mon
     monkeypatch.setattr(os, "posix_fallocate", fails)
     made, workers = known([Rank()])
     asked = made._asked_at
-    assert not made._due(asked + figures.EVERY_S / 2)
-    assert made._due(asked + figures.EVERY_S)
+    assert not made._due(asked + stats_poller.EVERY_S / 2)
+    assert made._due(asked + stats_poller.EVERY_S)
     workers.idle = False
-    assert not made._due(asked + figures.BUSY_EVERY_S - 1)
-    assert made._due(asked + figures.BUSY_EVERY_S)
+    assert not made._due(asked + stats_poller.BUSY_EVERY_S - 1)
+    assert made._due(asked + stats_poller.BUSY_EVERY_S)
 
 
 def test_who_has_a_file_is_never_asked_again_and_one_that_is_gone_only_while_nothing_runs():
     rank = Rank()
     made, workers = known([rank])
-    later = made._asked_at + 1000 * figures.BUSY_EVERY_S
+    later = made._asked_at + 1000 * stats_poller.BUSY_EVERY_S
     assert not made._due(later)
     rank.publisher.close()
     made.look()
     assert made._due(later)
-    assert not made._due(made._asked_at + figures.EVERY_S)
+    assert not made._due(made._asked_at + stats_poller.EVERY_S)
     workers.idle = False
     assert not made._due(later)
 
 
 def test_while_somebody_wants_to_know_who_must_be_asked_is_asked_again_and_again(monkeypatch):
-    monkeypatch.setattr(figures, "EVERY_S", 0.01)
+    monkeypatch.setattr(stats_poller, "EVERY_S", 0.01)
     monkeypatch.setattr(os, "posix_fallocate", fails)
     workers = Workers([Rank()])
 
     async def running():
-        made = Figures(workers, asyncio.get_running_loop())
+        made = StatsPoller(workers, asyncio.get_running_loop())
         made.want(linger_s=60)
         await asyncio.wait_for(workers.asked_five_times.wait(), 60)
 

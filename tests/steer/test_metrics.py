@@ -15,13 +15,13 @@ import yaml
 from desk_fakes import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni_session_state import transfer
-from vllm_omni_session_state.errors import SessionRestoreFailedError
-from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.moves import NBYTES, SECONDS
-from vllm_omni_session_state.omni import figures, metrics
-from vllm_omni_session_state.session import Declaration
+from vllm_omni_session_state.offload import copy
+from vllm_omni_session_state.base.errors import SessionRestoreFailedError
+from vllm_omni_session_state.base.ids import redacted_id
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.manager.move_stats import NBYTES, SECONDS
+from vllm_omni_session_state.omni.admin import stats_poller, metrics
+from vllm_omni_session_state.state.session import Declaration
 
 pytestmark = pytest.mark.host
 
@@ -79,7 +79,7 @@ def scripted(server):
     manager.drop_session("d")
     manager.mark_lost("d", Reason.KV_EVICTION)
     manager.charge_outside("alias", manager.peek("c").attrs["frames"].clone())
-    server.http("POST", f"/v1/session_state/sessions/{hashed('c')}/close")
+    server.http("POST", f"/v1/session_state/sessions/{redacted_id('c')}/close")
     server.http("POST", "/v1/session_state/sessions/nobody/close")
     server.engine.begin("c")
     return manager
@@ -171,14 +171,14 @@ def test_the_host_tier_is_what_counts_towards_its_budget(live):
 def page_locked(monkeypatch):
     """Have slabs page-locked, as they are where there is an accelerator; here that is said of them alone."""
     slabs = set()
-    host_memory, is_pinned = transfer.host_memory, torch.Tensor.is_pinned
+    host_memory, is_pinned = copy.host_memory, torch.Tensor.is_pinned
 
     def of_slabs(nbytes):
         slab = host_memory(nbytes)
         slabs.add(slab.untyped_storage().data_ptr())
         return slab
 
-    monkeypatch.setattr(transfer, "host_memory", of_slabs)
+    monkeypatch.setattr(copy, "host_memory", of_slabs)
     monkeypatch.setattr(
         torch.Tensor,
         "is_pinned",
@@ -212,9 +212,9 @@ def test_page_locked_slabs_are_of_the_host_tier_and_no_tier_is_below_nothing(liv
     assert sum(held.values()) == manager.stats()["total_nbytes"]
     rows = {row["session"]: row["nbytes"] for row in server.http("GET", SESSIONS)[1]["sessions"]}
     assert rows == {
-        hashed("a"): {"cpu": 100, "pinned": 4096},
-        hashed("b"): {"cpu": 100, "pinned": 4096},
-        hashed("c"): {"cpu": 4196},
+        redacted_id("a"): {"cpu": 100, "pinned": 4096},
+        redacted_id("b"): {"cpu": 100, "pinned": 4096},
+        redacted_id("c"): {"cpu": 4196},
     }
 
 
@@ -254,7 +254,7 @@ def test_no_metric_has_a_session_in_it(live):
     _, _, text = scrape(server)
     assert f'{metrics.PREFIX}sessions{{replica="0",state="idle"}} 1.0' in text
     assert "robot-0815-secret" not in text
-    assert hashed("robot-0815-secret") not in text
+    assert redacted_id("robot-0815-secret") not in text
 
 
 def test_the_hosts_cleaning_leaves_ours_where_it_is(live):
@@ -279,7 +279,7 @@ def test_each_replica_is_counted_apart(live):
 
 
 def test_workers_without_managed_state_are_asked_once(live, monkeypatch):
-    monkeypatch.setattr(figures, "EVERY_S", 0.02)
+    monkeypatch.setattr(stats_poller, "EVERY_S", 0.02)
     engine = FakeEngine()
     engine.replies = [{"supported": False, "error": "no attribute 'session_state_figures'"}]
     server = live(engine=engine)

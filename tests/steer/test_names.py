@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vllm_omni_session_state.cli import main, sessions, tables
 from vllm_omni_session_state.cli.client import NotDoneError, WorkerFailedError
-from vllm_omni_session_state.ids import hashed, show_in_the_clear, shown
+from vllm_omni_session_state.base.ids import redacted_id, show_in_the_clear, display_id
 
 pytestmark = pytest.mark.host
 
@@ -36,7 +36,7 @@ def is_printable(text):
 
 @pytest.mark.parametrize("clear", [True, False])
 def test_every_session_can_be_closed_by_what_the_listing_shows_and_that_one_alone(live, clear):
-    keys = ["robot-1", hashed("robot-1"), *hostile.NAMED, hashed(hostile.NAMED[0]), shown("a\nb"), r"a\nb"]
+    keys = ["robot-1", redacted_id("robot-1"), *hostile.NAMED, redacted_id(hostile.NAMED[0]), display_id("a\nb"), r"a\nb"]
     keys = list(dict.fromkeys(keys))
     server = live(*keys, show_ids=clear)
     show_in_the_clear(clear)  # as the worker does
@@ -45,7 +45,7 @@ def test_every_session_can_be_closed_by_what_the_listing_shows_and_that_one_alon
     assert len(set(names)) == len(keys)
     while names:
         key = manager.keys()[0]
-        assert shown(key) == names[0]
+        assert display_id(key) == names[0]
         status, found = server.http("POST", at(names[0], "close"))
         assert (status, found["session"]) == (200, names[0])
         assert key not in manager
@@ -56,7 +56,7 @@ def test_every_session_can_be_closed_by_what_the_listing_shows_and_that_one_alon
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_who_takes_anothers_hash_for_its_id_is_not_closed_for_it(live, replicas):
     """With two replicas each has one of them, and looks among its own."""
-    trap = hashed("robot-1")
+    trap = redacted_id("robot-1")
     engine = FakeEngine(replicas=replicas, options={"http": True})
     engine.begin("robot-1", replica=0)
     engine.begin(trap, replica=replicas - 1)
@@ -65,20 +65,20 @@ def test_who_takes_anothers_hash_for_its_id_is_not_closed_for_it(live, replicas)
     assert server.http("POST", at(trap, "close"))[0] == 200
     assert "robot-1" not in engine.managers[0]
     assert trap in engine.managers[-1]
-    assert server.http("POST", at(trap, "close"))[1]["session"] == hashed(trap), "now it is an id alone"
+    assert server.http("POST", at(trap, "close"))[1]["session"] == redacted_id(trap), "now it is an id alone"
     assert server.http("POST", at(trap, "close"))[0] == 404
 
 
 def test_a_plain_name_is_one_call_and_so_is_a_hash(live):
     server = live("a", "b")
-    for name in ("a", hashed("b")):
+    for name in ("a", redacted_id("b")):
         before = len(server.engine.calls)
         assert server.http("POST", at(name, "close"))[0] == 200
         assert [call[0] for call in server.engine.calls[before:]].count("session_state_close") == 1
 
 
 def test_a_name_of_two_sessions_is_a_409_that_asks_for_the_id(live, capsys):
-    trap = hashed("robot-1")
+    trap = redacted_id("robot-1")
     server = live("robot-1", trap, show_ids=True)
     show_in_the_clear(True)
     for path, method in ((at(trap), "GET"), (at(trap, "close"), "POST"), (at(trap, "park"), "POST")):
@@ -92,17 +92,17 @@ def test_a_name_of_two_sessions_is_a_409_that_asks_for_the_id(live, capsys):
     assert set(server.engine.managers[0].keys()) == {"robot-1", trap}
     assert main.main(["close", trap, "--url", server.url]) == 1
     assert "name the one that you mean by its id" in capsys.readouterr().err
-    assert main.main(["close", "robot-1", shown(trap), "--url", server.url]) == 0
+    assert main.main(["close", "robot-1", display_id(trap), "--url", server.url]) == 0
     assert server.engine.managers[0].keys() == ()
 
 
 def test_two_sessions_of_one_hash_are_two_rows_and_a_409(live, monkeypatch):
     monkeypatch.setattr(
-        "vllm_omni_session_state.ids.fingerprint", lambda key: b"alike!" + key.encode().ljust(10)
+        "vllm_omni_session_state.base.ids.fingerprint", lambda key: b"alike!" + key.encode().ljust(10)
     )
     server = live("a", "b")
-    assert listed(server) == [hashed("a")] * 2
-    assert server.http("POST", at(hashed("a"), "close"))[0] == 409
+    assert listed(server) == [redacted_id("a")] * 2
+    assert server.http("POST", at(redacted_id("a"), "close"))[0] == 409
     assert server.http("POST", at("b", "close"))[0] == 200
     assert server.engine.managers[0].keys() == ("a",)
 
@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_list_does_not_hide_what_the_others_have(live, monkey
     server = live(engine=engine)
     status, found = server.http("GET", SESSIONS)
     assert (status, found["agree"]) == (200, False)
-    assert [row["session"] for row in found["sessions"]] == [hashed("a")]
+    assert [row["session"] for row in found["sessions"]] == [redacted_id("a")]
 
 
 @pytest.fixture
@@ -175,9 +175,9 @@ def test_a_table_has_one_row_for_each_session(keys):
     show_in_the_clear(True)
     try:
         with terminal(width=2000) as got:
-            tables.show_sessions({"sessions": [row(shown(key)) for key in keys], **WHOLE})
+            tables.show_sessions({"sessions": [row(display_id(key)) for key in keys], **WHOLE})
         words = [line.split() for line in ANSI.sub("", got.get()).splitlines() if " idle " in line]
-        assert [first for first, *_ in words] == [shown(key) for key in keys]
+        assert [first for first, *_ in words] == [display_id(key) for key in keys]
     finally:
         show_in_the_clear(False)
 

@@ -6,9 +6,10 @@ import urllib.parse
 import pytest
 from desk_fakes import FakeEngine, Live
 
-from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.omni import operator, seams
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.base.ids import redacted_id
+from vllm_omni_session_state.omni.admin import install
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 pytestmark = pytest.mark.host
 
@@ -41,11 +42,11 @@ def test_a_listing_shows_each_session_once_with_its_bytes_and_place(live):
     assert found["agree"]
     rows = {row["session"]: row for row in found["sessions"]}
     assert {name: row["state"] for name, row in rows.items()} == {
-        hashed("a"): "idle",
-        hashed("b"): "host",
-        hashed("c"): "idle",
+        redacted_id("a"): "idle",
+        redacted_id("b"): "host",
+        redacted_id("c"): "idle",
     }
-    assert rows[hashed("a")]["nbytes"] == rows[hashed("b")]["nbytes"] == {"cpu": 4096}
+    assert rows[redacted_id("a")]["nbytes"] == rows[redacted_id("b")]["nbytes"] == {"cpu": 4096}
     assert all(row["home"] == 0 and row["replicas"] == [0] for row in rows.values())
     assert all(row["ranks"] == 1 and row["agree"] for row in rows.values())
     assert found["answered"] == [0]
@@ -59,10 +60,10 @@ def test_what_is_parked_on_the_disk_is_no_host_memory(live, tmp_path):
     file_nbytes = manager.stats()["disk_nbytes"]
     assert file_nbytes > 4096
     rows = {row["session"]: row for row in server.http("GET", SESSIONS)[1]["sessions"]}
-    for found in (rows[hashed("b")], server.http("GET", at("b"))[1]):
+    for found in (rows[redacted_id("b")], server.http("GET", at("b"))[1]):
         assert found["state"] == "disk"
         assert found["nbytes"] == {"disk": file_nbytes}
-    assert rows[hashed("a")]["nbytes"] == {"cpu": 4096}
+    assert rows[redacted_id("a")]["nbytes"] == {"cpu": 4096}
     manager.drop_all()
     manager.cascade.disk.close()
 
@@ -79,12 +80,12 @@ def halves(live):
 def test_a_session_of_several_replicas_is_one_row_with_the_bytes_of_all_and_at_home_in_none(halves):
     found = halves.http("GET", SESSIONS)[1]
     rows = {row["session"]: row for row in found["sessions"]}
-    assert rows[hashed("a")]["nbytes"] == {"cpu": 8192}
+    assert rows[redacted_id("a")]["nbytes"] == {"cpu": 8192}
     where = {name: (row["home"], row["replicas"], row["agree"]) for name, row in rows.items()}
     assert where == {
-        hashed("a"): (None, [0, 1], False),
-        hashed("b"): (0, [0], True),
-        hashed("c"): (1, [1], True),
+        redacted_id("a"): (None, [0, 1], False),
+        redacted_id("b"): (0, [0], True),
+        redacted_id("c"): (1, [1], True),
     }
     assert (found["agree"], found["answered"]) == (False, [0, 1])
 
@@ -117,18 +118,18 @@ def test_ranks_that_differ_are_shown_to_differ(live):
     ]
 
 
-@pytest.mark.parametrize("name_of", [str, hashed])
+@pytest.mark.parametrize("name_of", [str, redacted_id])
 def test_one_session_is_shown_with_every_value_and_no_content(live, name_of):
     status, found = live(SECRET).http("GET", at(name_of(SECRET)))
     assert status == 200
-    assert found["session"] == hashed(SECRET)
+    assert found["session"] == redacted_id(SECRET)
     assert found["values"] == [
         {"name": "frames", "kind": "Tensor", "bucket": "attrs", "shape": "(4, 256)", "nbytes": {"cpu": 4096}}
     ]
 
 
 @pytest.mark.parametrize("how", ACTS)
-@pytest.mark.parametrize("name_of", [str, hashed])
+@pytest.mark.parametrize("name_of", [str, redacted_id])
 def test_what_is_done_to_a_session_is_done_to_it_alone(live, how, name_of):
     server = live("a", "b")
     manager = server.engine.managers[0]
@@ -137,16 +138,16 @@ def test_what_is_done_to_a_session_is_done_to_it_alone(live, how, name_of):
     status, found = server.http("POST", at(name_of("a"), how))
     assert status == 200
     where = {"home": 0, "replicas": [0], "agree": True}
-    assert found == {"session": hashed("a"), "done": ACTS[how], **where}
+    assert found == {"session": redacted_id("a"), "done": ACTS[how], **where}
     places = {entry.session: entry.place for entry in manager.listing()}
-    assert places.pop(hashed("b")) == "device"
+    assert places.pop(redacted_id("b")) == "device"
     assert (
         places
         == {
             "close": {},
             "reset": {},
-            "park": {hashed("a"): "host"},
-            "restore": {hashed("a"): "device"},
+            "park": {redacted_id("a"): "host"},
+            "restore": {redacted_id("a"): "device"},
         }[how]
     )
 
@@ -182,7 +183,7 @@ def test_what_a_session_refuses_is_said_in_the_words_of_the_refusal(live):
     server = live("a", engine=FakeEngine(options={"http": True}, host_budget=None))
     status, kind, error = error_of(server.http("POST", at("a", "park")))
     assert (status, kind) == (409, "refused")
-    assert f"session {hashed('a')} stays on the device: there is nowhere to park it" in error["message"]
+    assert f"session {redacted_id('a')} stays on the device: there is nowhere to park it" in error["message"]
 
 
 def test_a_worker_that_fails_is_named_without_the_words_of_its_error(live, monkeypatch):
@@ -255,12 +256,12 @@ def test_a_listing_during_a_running_step_is_answered_and_shows_what_is_in_use(li
             status, found = server.http("GET", f"{SESSIONS}?timeout_s=0.1")
             assert (status, found["agree"], found["age_s"]) == (200, True, 0)
             assert [(row["session"], row["state"]) for row in found["sessions"]] == [
-                (hashed("b"), "idle"),
-                (hashed("a"), "in_use"),
+                (redacted_id("b"), "idle"),
+                (redacted_id("a"), "in_use"),
             ]
     manager.park("b")
     rows = server.http("GET", SESSIONS)[1]["sessions"]
-    assert [(row["session"], row["state"]) for row in rows] == [(hashed("b"), "host"), (hashed("a"), "idle")]
+    assert [(row["session"], row["state"]) for row in rows] == [(redacted_id("b"), "host"), (redacted_id("a"), "idle")]
     assert server.engine.calls == calls, "no worker was asked"
 
 
@@ -306,19 +307,19 @@ def test_a_bad_query_is_refused(live, query):
 )
 def test_an_id_may_hold_any_character(live, name):
     server = live(name, "other")
-    assert server.http("GET", at(name))[1]["session"] == hashed(name)
+    assert server.http("GET", at(name))[1]["session"] == redacted_id(name)
     assert server.http("POST", at(name, "close"))[0] == 200
     assert server.engine.managers[0].keys() == ("other",)
 
 
 def test_an_id_that_no_url_can_carry_is_named_as_it_is_shown(live):
     server = live("\ud800")
-    assert server.http("POST", at(hashed("\ud800"), "close"))[0] == 200
+    assert server.http("POST", at(redacted_id("\ud800"), "close"))[0] == 200
 
 
 @pytest.mark.parametrize("show", [False, True])
 def test_no_answer_shows_an_id_unless_that_is_asked_for(live, show):
-    from vllm_omni_session_state.ids import show_in_the_clear
+    from vllm_omni_session_state.base.ids import show_in_the_clear
 
     server = live(SECRET, show_ids=show)
     show_in_the_clear(show)  # as the worker does
@@ -374,11 +375,11 @@ def test_without_the_setting_there_is_no_route_and_nothing_is_said(live, caplog)
 
 
 def test_an_application_that_was_built_in_another_way_is_left_alone_and_said_once(monkeypatch, caplog):
-    from vllm_omni_session_state.events import forget_said
+    from vllm_omni_session_state.base.log import forget_said
 
     forget_said()
-    monkeypatch.setattr(operator, "note_applications", lambda module: None)
-    monkeypatch.setattr(operator, "_applications", [])
+    monkeypatch.setattr(install, "note_applications", lambda module: None)
+    monkeypatch.setattr(install, "_applications", [])
     server = Live()
     try:
         assert ours(server) == {}

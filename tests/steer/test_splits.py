@@ -11,10 +11,11 @@ from desk_fakes import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_session_state.ids import hashed
-from vllm_omni_session_state.omni import figures, merged, metrics, publish
-from vllm_omni_session_state.omni.splits import Splits
-from vllm_omni_session_state.rows import Row
+from vllm_omni_session_state.base.ids import redacted_id
+from vllm_omni_session_state.omni.admin import stats_poller, aggregate, metrics
+from vllm_omni_session_state.omni.worker import publisher
+from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
+from vllm_omni_session_state.manager.rows import Row
 
 SECRET = "robot-0815-secret"
 
@@ -54,20 +55,20 @@ def test_a_row_has_one_home_and_agrees_or_has_none_and_does_not(held, kv_only):
         }
         for replica, names in enumerate(held)
     }
-    listed = merged.rows(answers)
+    listed = aggregate.rows(answers)
     where = {name: [n for n, names in enumerate(held) if name in names] for name in "abcde"}
     assert {row["session"]: row["replicas"] for row in listed} == {k: v for k, v in where.items() if v}
     for row in listed:
         alone = len(row["replicas"]) == 1
         assert row["agree"] is alone
         assert row["home"] == (row["replicas"][0] if alone else None)
-    assert [row["session"] for row in merged.split(listed)] == [
+    assert [row["session"] for row in aggregate.split(listed)] == [
         row["session"] for row in listed if row["home"] is None
     ]
 
 
 def test_a_session_is_said_once_at_the_second_look_that_shows_it_split(heard):
-    splits = Splits()
+    splits = SplitSessions()
     assert [splits.look(rows(a=[0], b=[0, 2], c=[1])) for _ in range(5)] == [0, 1, 1, 1, 1]
     (line,) = heard()
     assert line.startswith("session b is in replicas 0, 2 at once: ")
@@ -77,7 +78,7 @@ def test_a_session_is_said_once_at_the_second_look_that_shows_it_split(heard):
 
 
 def test_one_that_ended_here_and_began_there_between_two_answers_is_not_said(heard):
-    splits = Splits()
+    splits = SplitSessions()
     for _ in range(3):
         assert splits.look(rows(a=[0, 1])) == 0
         assert splits.look(rows(a=[1])) == 0
@@ -86,7 +87,7 @@ def test_one_that_ended_here_and_began_there_between_two_answers_is_not_said(hea
 
 def test_what_is_no_longer_split_is_not_remembered(heard):
     """However many there were: nothing of them is left."""
-    splits = Splits()
+    splits = SplitSessions()
     splits.look([])
     tracemalloc.start()
     try:
@@ -117,8 +118,8 @@ def until(server, wanted, within_s=20.0):
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(figures, "EVERY_S", 0.02)
-    monkeypatch.setattr(figures, "LISTED_EVERY_S", 0.0)
+    monkeypatch.setattr(stats_poller, "EVERY_S", 0.02)
+    monkeypatch.setattr(stats_poller, "LISTED_EVERY_S", 0.0)
     yield
     for registry, collector in list(metrics._registered.items()):
         registry.unregister(collector)
@@ -128,7 +129,7 @@ def fast(monkeypatch):
 @pytest.mark.host
 @pytest.mark.parametrize("show", [False, True])
 def test_who_scrapes_sees_how_many_are_split_and_the_log_names_each_once(live, fast, heard, show):
-    from vllm_omni_session_state.ids import show_in_the_clear
+    from vllm_omni_session_state.base.ids import show_in_the_clear
 
     engine = FakeEngine(replicas=2, options={"show_ids": show})
     server = live(engine=engine)
@@ -141,7 +142,7 @@ def test_who_scrapes_sees_how_many_are_split_and_the_log_names_each_once(live, f
     until(server, 1)
     time.sleep(0.3)
     (line,) = heard()
-    assert line.startswith(f"session {SECRET if show else hashed(SECRET)} is in replicas 0, 1 at once")
+    assert line.startswith(f"session {SECRET if show else redacted_id(SECRET)} is in replicas 0, 1 at once")
     assert show or SECRET not in line
     engine.managers[0].drop_session(SECRET)
     until(server, 0)
@@ -162,7 +163,7 @@ def test_a_replica_that_does_not_answer_heals_nothing(live, fast, heard):
     engine.begin("a", replica=0)
     engine.begin("a", replica=1)
     until(server, 1)
-    publish.publisher_of(engine.workers[1], engine.managers[1], {}).close()
+    publisher.publisher_of(engine.workers[1], engine.managers[1], {}).close()
     assert server.http("GET", "/v1/session_state/sessions")[1]["answered"] == [0]
     time.sleep(0.5)
     assert sample(server) == 1
@@ -171,7 +172,7 @@ def test_a_replica_that_does_not_answer_heals_nothing(live, fast, heard):
 
 @pytest.mark.host
 def test_an_operators_listing_counts_as_a_look(live, fast, monkeypatch, heard):
-    monkeypatch.setattr(figures, "LISTED_EVERY_S", 3600.0)
+    monkeypatch.setattr(stats_poller, "LISTED_EVERY_S", 3600.0)
     engine = FakeEngine(replicas=2, options={"http": True})
     server = live(engine=engine)
     until(server, 0)  # the one look of the figures themselves

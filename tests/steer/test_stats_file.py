@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from profiles import sized
 
-from vllm_omni_session_state.ids import digest, hashed
-from vllm_omni_session_state.omni import stats_file
-from vllm_omni_session_state.omni.stats_file import ROW, ROWS_AT, StatsWriter, UnreadableError, read_snapshot
-from vllm_omni_session_state.rows import Row, in_order
+from vllm_omni_session_state.base.ids import digest, redacted_id
+from vllm_omni_session_state.omni.stats_file import layout
+from vllm_omni_session_state.omni.stats_file.layout import ROW, ROWS_AT, StatsWriter, UnreadableError, read_snapshot
+from vllm_omni_session_state.manager.rows import Row, in_order
 
 KEYS = st.sampled_from([f"k{n}" for n in range(12)])
 ROWS = st.builds(
@@ -53,7 +53,7 @@ def read(data, *, rows=True):
     """Read a file once; no more is ever asked for than the largest file has."""
 
     def pread(nbytes, at):
-        assert 0 <= nbytes <= max(ROWS_AT, ROW * stats_file.MOST_ROWS)
+        assert 0 <= nbytes <= max(ROWS_AT, ROW * layout.MOST_ROWS)
         return bytes(data[at : at + nbytes])
 
     return read_snapshot(pread, rows=rows)
@@ -134,14 +134,14 @@ class FileMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_so_many_rows_are_kept(self):
-        assert len(self.tape.data) <= ROWS_AT + ROW * stats_file.MOST_ROWS
+        assert len(self.tape.data) <= ROWS_AT + ROW * layout.MOST_ROWS
 
 
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch):
     """So that files of the machine grow, and sessions are left over."""
-    monkeypatch.setattr(stats_file, "FIRST_ROWS", 2)
-    monkeypatch.setattr(stats_file, "MOST_ROWS", 8)
+    monkeypatch.setattr(layout, "FIRST_ROWS", 2)
+    monkeypatch.setattr(layout, "MOST_ROWS", 8)
 
 
 TestFileMachine = FileMachine.TestCase
@@ -161,7 +161,7 @@ def written(**rows):
 
 
 def test_only_what_changed_is_written(monkeypatch):
-    monkeypatch.setattr(stats_file, "MOST_ROWS", 1024)
+    monkeypatch.setattr(layout, "MOST_ROWS", 1024)
     tape, writer = written(**{f"k{n}": row(f"s-{n}") for n in range(1000)})
     tape.rewind()
     writer.write({"a": 2}, {"k7": row("s-7", turn=9)}, {}, agreed=[2])
@@ -182,7 +182,7 @@ def test_a_session_that_has_no_row_is_counted():
 def test_an_id_that_is_too_long_for_a_row_is_shown_by_its_hash():
     long = "\u20ac" * 100
     tape, _ = written(**{long: row(long), "x" * 100: row("x" * 100)})
-    assert {each.session for each in read(tape.data).rows} == {hashed(long), "x" * 100}
+    assert {each.session for each in read(tape.data).rows} == {redacted_id(long), "x" * 100}
 
 
 def test_ranks_that_did_the_same_have_the_same_digests_and_others_have_not():

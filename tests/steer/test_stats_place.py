@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from profiles import count
 
-from vllm_omni_session_state.ids import digest
-from vllm_omni_session_state.omni import stats_place
-from vllm_omni_session_state.omni.stats_file import StatsWriter, UnreadableError
-from vllm_omni_session_state.omni.stats_place import OwnFile, WorkerFile
-from vllm_omni_session_state.rows import Row
+from vllm_omni_session_state.base.ids import digest
+from vllm_omni_session_state.omni.stats_file import place
+from vllm_omni_session_state.omni.stats_file.layout import StatsWriter, UnreadableError
+from vllm_omni_session_state.omni.stats_file.place import OwnFile, WorkerFile
+from vllm_omni_session_state.manager.rows import Row
 
 
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
     """A place of the test's own."""
-    monkeypatch.setattr(stats_place, "BASE", str(tmp_path))
+    monkeypatch.setattr(place, "BASE", str(tmp_path))
     return tmp_path
 
 
@@ -37,7 +37,7 @@ def mode(path):
 WORKER = """
 import os, sys, time
 from vllm_omni_session_state.omni import stats_place
-from vllm_omni_session_state.omni.stats_file import StatsWriter
+from vllm_omni_session_state.omni.stats_file.layout import StatsWriter
 stats_place.BASE = sys.argv[1]
 own = stats_place.OwnFile()
 StatsWriter(own.grow).write({"a": 1}, {}, {"m": 1})
@@ -194,16 +194,16 @@ def test_a_file_of_a_living_worker_is_left_and_what_is_not_ours_too(base, worker
 
 def test_a_worker_that_is_cleaned_before_it_has_its_lock_makes_another_file(base, monkeypatch):
     """By one that starts at the same time and finds the file without a lock."""
-    flock, first = stats_place.fcntl.flock, []
+    flock, first = place.fcntl.flock, []
 
     def late(fd, how):
-        if how == stats_place.fcntl.LOCK_EX and not first:
+        if how == place.fcntl.LOCK_EX and not first:
             first.extend(files(base))
             OwnFile().close()
             assert files(base) == []
         flock(fd, how)
 
-    monkeypatch.setattr(stats_place.fcntl, "flock", late)
+    monkeypatch.setattr(place.fcntl, "flock", late)
     own = OwnFile()
     assert files(base) == [Path(own.path).name] != first
     assert WorkerFile(own.path).alive

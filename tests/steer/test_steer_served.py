@@ -7,7 +7,7 @@ import pytest
 from omni_tiny.ways_to_end import some_id
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni_session_state.omni.metrics import PREFIX
+from vllm_omni_session_state.omni.admin.metrics import PREFIX
 
 pytestmark = pytest.mark.host
 

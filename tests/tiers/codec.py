@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from vllm_omni_session_state import rebuild, skeleton
-from vllm_omni_session_state.pack import pack, unpack
+from vllm_omni_session_state.offload import decode, tree_spec
+from vllm_omni_session_state.offload.pack import pack, unpack
 
 ATOMS = st.one_of(
     st.none(),
@@ -113,10 +113,10 @@ def trees(draw):
 def through_text(tree):
     """A tree packed, written as text, read, and put together over copies of its memory."""
     packed = pack(tree)
-    written = skeleton.write(packed.skeleton, packed.storages)
+    written = tree_spec.write(packed.skeleton, packed.storages)
     storages = [storage.clone() for storage in [*packed.storages, *written.extra]]
     document = json.loads(json.dumps(written.document, allow_nan=False))
-    return unpack(rebuild.read(document, storages), storages)
+    return unpack(decode.read(document, storages), storages)
 
 
 def alike(a, b, met):  # noqa: PLR0911 - a kind, a line

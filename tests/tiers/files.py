@@ -10,8 +10,8 @@ from pathlib import Path
 import safetensors
 import torch
 
-from vllm_omni_session_state.ids import fingerprint
-from vllm_omni_session_state.tiers.system import close_folder
+from vllm_omni_session_state.base.ids import fingerprint
+from vllm_omni_session_state.offload.file_system import close_folder
 
 SESSION = fingerprint("robot").hex()
 

@@ -5,9 +5,9 @@ import threading
 import pytest
 from files import SESSION, document, final_files, same, storages
 
-from vllm_omni_session_state.errors import BadFileError
-from vllm_omni_session_state.tiers.ahead import MOST
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.base.errors import BadFileError
+from vllm_omni_session_state.offload.read_ahead import MOST
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_closing_waits_for_the_read_under_way(tier):
 
 
 def test_a_read_that_does_not_end_keeps_no_process_from_ending(tier, monkeypatch, caplog):
-    monkeypatch.setattr("vllm_omni_session_state.tiers.ahead.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("vllm_omni_session_state.offload.read_ahead.CLOSE_WAIT_S", 0.01)
     reads = Reads(tier, wait=True)
     (ticket,) = put(tier, 1)
     tier.begin(ticket)

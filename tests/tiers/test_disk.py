@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state import rebuild, skeleton
-from vllm_omni_session_state.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.pack import pack, unpack
-from vllm_omni_session_state.tiers import session_file
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.offload import decode, tree_spec
+from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
+from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload import file_format
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def shared_tier(tmp_path_factory):
 @sized(1000)
 def test_a_session_comes_back_from_its_file_bit_for_bit(shared_tier, tree):
     packed = pack(tree)
-    written = skeleton.write(packed.skeleton, packed.storages)
+    written = tree_spec.write(packed.skeleton, packed.storages)
     ticket = shared_tier.put(written.document, [*packed.storages, *written.extra], session=SESSION)
     contents = shared_tier.get(ticket)
-    back = unpack(rebuild.read(contents.document, contents.storages), contents.storages)
+    back = unpack(decode.read(contents.document, contents.storages), contents.storages)
     assert alike(unpack(packed.skeleton, packed.storages), back, {})
     assert addresses(tree) == addresses(back)
     shared_tier.check()
@@ -173,7 +173,7 @@ def test_a_forked_child_cannot_touch_its_parents_files(tier):
 
 
 def test_a_document_that_the_format_cannot_hold_is_refused(tier, monkeypatch):
-    monkeypatch.setattr(session_file, "LONGEST_HEADER", 100)
+    monkeypatch.setattr(file_format, "LONGEST_HEADER", 100)
     with pytest.raises(TierFaultError, match="keep large values in tensors"):
         tier.put(document(), [], session=SESSION)
     assert tier.nbytes == 0

@@ -9,10 +9,10 @@ import pytest
 import torch
 from files import SESSION, document, final_files, same, storages
 
-from vllm_omni_session_state.errors import BadFileError, TierFaultError
-from vllm_omni_session_state.tiers import session_file
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.files import read_file
+from vllm_omni_session_state.base.errors import BadFileError, TierFaultError
+from vllm_omni_session_state.offload import file_format
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.files import read_file
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tier, monkeypatch):
     (path,) = final_files(tier.folder)
     real = os.fstat(os.open(path, os.O_RDONLY))
     path.write_bytes(path.read_bytes()[:-100])
-    monkeypatch.setattr("vllm_omni_session_state.tiers.system.System.fstat", staticmethod(lambda fd: real))
+    monkeypatch.setattr("vllm_omni_session_state.offload.file_system.System.fstat", staticmethod(lambda fd: real))
     with pytest.raises(BadFileError, match="ends 100 bytes early"):
         tier.get(ticket)
 
@@ -157,13 +157,13 @@ def test_a_file_of_another_format_is_refused(tmp_path):
 
 def lying(change):
     """A file of which the header's checksum is right and something else is not."""
-    head = session_file.compose(document(), [memoryview(bytes(10)), memoryview(bytes(6))], session=SESSION)
+    head = file_format.compose(document(), [memoryview(bytes(10)), memoryview(bytes(6))], session=SESSION)
     header = json.loads(head[8:])
     change(header)
     header["__metadata__"]["checksum"] = "0" * 8
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw = struct.pack("<Q", len(raw)) + raw
-    checksum = b"%08x" % session_file.zlib.crc32(raw)
+    checksum = b"%08x" % file_format.zlib.crc32(raw)
     return raw.replace(b'"checksum":"00000000"', b'"checksum":"' + checksum + b'"', 1) + bytes(16)
 
 

@@ -9,9 +9,9 @@ import torch
 from files import SESSION, document, names, same, storages
 from saboteur import CALLS, Saboteur
 
-from vllm_omni_session_state.errors import BadFileError, TierFaultError
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state.base.errors import BadFileError, TierFaultError
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.file_system import System
 
 
 class Course:
@@ -162,7 +162,7 @@ def test_what_cannot_be_removed_after_a_failed_write_is_removed_at_the_next(tmp_
 def test_a_worker_that_hangs_while_starting_is_waited_for_and_then_named(tmp_path, monkeypatch):
     import fcntl
 
-    monkeypatch.setattr("vllm_omni_session_state.tiers.folder.LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("vllm_omni_session_state.offload.worker_dir.LOCK_WAIT_S", 0.05)
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(TierFaultError, match="another worker that starts holds its lock"):

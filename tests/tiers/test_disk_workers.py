@@ -11,8 +11,8 @@ import pytest
 from files import SESSION, document, final_files, names, same, storages
 from profiles import LONG, count
 
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.files import read_file
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.files import read_file
 
 HELD = 4
 

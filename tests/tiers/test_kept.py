@@ -8,11 +8,11 @@ import pytest
 from files import SESSION, die, document, leave_kept, names, nbytes_below, raw, same, storages
 from saboteur import broken_call
 
-from vllm_omni_session_state.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.files import read_file
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.file_system import System
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 from files import SESSION, document, leave_kept, names, same, storages
 from saboteur import CALLS, Saboteur
 
-from vllm_omni_session_state.errors import TierFaultError
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state.base.errors import TierFaultError
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
 def put(tier, size, number):

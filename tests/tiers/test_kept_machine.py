@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import sized
 from saboteur import broken_call
 
-from vllm_omni_session_state.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.tiers import files, session_file
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.files import PART, read_file
+from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
+from vllm_omni_session_state.offload import files, file_format
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.files import PART, read_file
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 UNIT = 1000
@@ -170,7 +170,7 @@ class KeptMachine(RuleBasedStateMachine):
 
 def file_nbytes(session, size):
     views = [files.view(storage) for storage in storages(size, seed=session)]
-    return len(session_file.compose(document(session), views, session=SESSION)) + size
+    return len(file_format.compose(document(session), views, session=SESSION)) + size
 
 
 def failing(real, times):

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, Phase, settings
 from spilled import chunks, filled
 from test_spill_machine import run
 
-from vllm_omni_session_state import LatentBuffer, spill
-from vllm_omni_session_state.adapters import latents
-from vllm_omni_session_state.errors import LatentsUnreadableError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.segments import Segments
-from vllm_omni_session_state.spill import SEGMENT, Spiller
-from vllm_omni_session_state.tiers.disk import DiskTier
+from vllm_omni_session_state import LatentBuffer
+from vllm_omni_session_state.offload import spill
+from vllm_omni_session_state.adapters import video_latents
+from vllm_omni_session_state.base.errors import LatentsUnreadableError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.state.segments import Segments
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 FEW = settings(
     max_examples=60,
@@ -224,7 +225,7 @@ def all_bytes_that_ever_were_there_are_counted():
 
 def the_view_at_hand_is_the_session():
     def whole(session):
-        buffer = session.get(latents.FIELD)
+        buffer = session.get(video_latents.FIELD)
         buffer.replace(buffer.whole())
         return session
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state import rebuild, skeleton
-from vllm_omni_session_state.errors import BadFileError, NotWritableError
-from vllm_omni_session_state.pack import Whole, pack, unpack
-from vllm_omni_session_state.slots import TensorSlot
+from vllm_omni_session_state.offload import decode, tree_spec
+from vllm_omni_session_state.base.errors import BadFileError, NotWritableError
+from vllm_omni_session_state.offload.pack import Whole, pack, unpack
+from vllm_omni_session_state.offload.slots import TensorSlot
 
 
 @given(trees())
@@ -74,7 +74,7 @@ class Sub(dict):
 def test_what_cannot_be_written_is_named_with_its_place(value, why):
     packed = pack({"attrs": {"foo": [0, 1, 2, (value,)]}})
     with pytest.raises(NotWritableError, match=why) as caught:
-        skeleton.write(packed.skeleton, packed.storages)
+        tree_spec.write(packed.skeleton, packed.storages)
     assert caught.value.path == "attrs.foo[3][0]"
     assert type(value).__qualname__ in caught.value.kind
     assert "register_kind" in str(caught.value)
@@ -83,7 +83,7 @@ def test_what_cannot_be_written_is_named_with_its_place(value, why):
 def test_a_file_mapped_into_memory_is_not_written(tmp_path):
     mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(4,))
     with pytest.raises(NotWritableError, match="a buffer or a file has it"):
-        skeleton.write(mapped[1:].view(np.ndarray), [])
+        tree_spec.write(mapped[1:].view(np.ndarray), [])
 
 
 def test_an_array_over_a_tensors_memory_is_over_it_again():
@@ -102,12 +102,12 @@ def test_memory_that_is_anothers_is_refused_rather_than_parted_from_it():
     ):
         packed = pack([value])
         with pytest.raises(NotWritableError, match="or a file has it"):
-            skeleton.write(packed.skeleton, packed.storages)
+            tree_spec.write(packed.skeleton, packed.storages)
 
 
 def test_a_key_of_too_many_values_is_refused_in_writing():
     with pytest.raises(NotWritableError, match="a key of more than"):
-        skeleton.write({tuple(range(skeleton.KEY_WEIGHT + 1)): 1}, [])
+        tree_spec.write({tuple(range(tree_spec.KEY_WEIGHT + 1)): 1}, [])
 
 
 @dataclass
@@ -120,14 +120,14 @@ class Clock:
 
 @pytest.fixture
 def clock():
-    skeleton.register_kind(
+    tree_spec.register_kind(
         Clock,
         "test.clock",
         to_tree=lambda c: {"ticks": c.ticks, "table": c.table},
         from_tree=lambda t: Clock(**t),
     )
     yield Clock(3, torch.arange(6)[2:])
-    skeleton.registered.clear()
+    tree_spec.registered.clear()
 
 
 def test_a_registered_type_comes_back_and_stays_shared(clock):
@@ -141,34 +141,34 @@ def test_a_registered_type_comes_back_and_stays_shared(clock):
 def test_what_a_registered_value_shares_with_the_rest_is_refused_rather_than_parted(clock):
     clock.ticks = shared = [1]
     with pytest.raises(NotWritableError, match="shares it with the rest") as caught:
-        skeleton.write({"attrs": {"s": shared, "clock": clock}}, [])
+        tree_spec.write({"attrs": {"s": shared, "clock": clock}}, [])
     assert caught.value.path == "attrs.clock.ticks"
 
 
 def test_a_type_that_nobody_registered_here_is_refused(clock):
-    written = skeleton.write([clock], [])
-    skeleton.registered.clear()
+    written = tree_spec.write([clock], [])
+    tree_spec.registered.clear()
     with pytest.raises(BadFileError, match="not registered"):
-        rebuild.read(written.document, written.extra)
+        decode.read(written.document, written.extra)
 
 
 def test_adapters_that_raise_are_typed_errors(clock):
-    skeleton.register_kind(Clock, "test.clock", to_tree=lambda c: c.table, from_tree=lambda t: 1 / 0)
-    written = skeleton.write([clock], [])
+    tree_spec.register_kind(Clock, "test.clock", to_tree=lambda c: c.table, from_tree=lambda t: 1 / 0)
+    written = tree_spec.write([clock], [])
     with pytest.raises(BadFileError, match="ZeroDivisionError"):
-        rebuild.read(written.document, written.extra)
-    skeleton.register_kind(Clock, "test.clock", to_tree=lambda c: 1 / 0, from_tree=Clock)
+        decode.read(written.document, written.extra)
+    tree_spec.register_kind(Clock, "test.clock", to_tree=lambda c: 1 / 0, from_tree=Clock)
     with pytest.raises(NotWritableError, match="ZeroDivisionError"):
-        skeleton.write([clock], [])
+        tree_spec.write([clock], [])
 
 
 def test_values_that_stand_in_each_other_without_end_are_refused():
-    skeleton.register_kind(Clock, "test.clock", to_tree=lambda c: Clock(c.ticks + 1, None), from_tree=Clock)
+    tree_spec.register_kind(Clock, "test.clock", to_tree=lambda c: Clock(c.ticks + 1, None), from_tree=Clock)
     try:
         with pytest.raises(NotWritableError, match="stand in each other"):
-            skeleton.write(Clock(0, None), [])
+            tree_spec.write(Clock(0, None), [])
     finally:
-        skeleton.registered.clear()
+        tree_spec.registered.clear()
 
 
 def test_a_name_means_one_type_and_kinds_of_the_list_stay_as_they_are(clock):
@@ -180,9 +180,9 @@ def test_a_name_means_one_type_and_kinds_of_the_list_stay_as_they_are(clock):
         (np.float32, "f"),
     ):
         with pytest.raises(ValueError, match="another"):
-            skeleton.register_kind(kind, name, to_tree=list, from_tree=list)
+            tree_spec.register_kind(kind, name, to_tree=list, from_tree=list)
     with pytest.raises(TypeError, match="takes a class"):
-        skeleton.register_kind("Pair", "p", to_tree=list, from_tree=list)
+        tree_spec.register_kind("Pair", "p", to_tree=list, from_tree=list)
 
 
 SLOT = ["slot", [], 0, "float32", 0, [4], [1], False, False, True]
@@ -257,10 +257,10 @@ def changed(node, position, value):
 def test_a_document_that_lies_is_refused(node):
     storages = [torch.zeros(16, dtype=torch.uint8).untyped_storage() for _ in range(2)]
     document = {"version": 1, "storages": 1, "nodes": [["list", []], SLOT, ARRAY], "root": 0}
-    rebuild.read(copy.deepcopy(document), storages)  # it is the node that makes the lie
+    decode.read(copy.deepcopy(document), storages)  # it is the node that makes the lie
     document["nodes"][0] = node
     with pytest.raises(BadFileError):
-        rebuild.read(document, storages)
+        decode.read(document, storages)
 
 
 @pytest.mark.parametrize(
@@ -272,22 +272,22 @@ def test_a_document_with_another_head_is_refused(change):
     storages = [torch.zeros(16, dtype=torch.uint8).untyped_storage()] * 2
     document = {"version": 1, "storages": 1, "nodes": [SLOT], "root": 0}
     with pytest.raises(BadFileError):
-        rebuild.read({**document, **change}, storages)
+        decode.read({**document, **change}, storages)
     for none in (None, [], "x"):
         with pytest.raises(BadFileError):
-            rebuild.read(none, storages)
+            decode.read(none, storages)
 
 
 def test_a_nest_that_could_not_be_put_together_is_refused():
     nodes = [["list", [number + 1]] for number in range(300)] + [["list", []]]
     with pytest.raises(BadFileError, match="deep"):
-        rebuild.read({"version": 1, "storages": 0, "nodes": nodes, "root": 0}, [])
+        decode.read({"version": 1, "storages": 0, "nodes": nodes, "root": 0}, [])
 
 
 def test_a_key_that_would_take_for_ever_to_hash_is_refused():
     nodes = [["tuple", [None]], *(["tuple", [n, n]] for n in range(100)), ["dict", [100, None]]]
     with pytest.raises(BadFileError, match="too large"):
-        rebuild.read({"version": 1, "storages": 0, "nodes": nodes, "root": 101}, [])
+        decode.read({"version": 1, "storages": 0, "nodes": nodes, "root": 101}, [])
 
 
 JSON = st.recursive(
@@ -301,7 +301,7 @@ JSON = st.recursive(
 @sized(4000)
 def test_no_change_of_a_document_raises_anything_else_or_reads_outside(tree, data):
     packed = pack(tree)
-    written = skeleton.write(packed.skeleton, packed.storages)
+    written = tree_spec.write(packed.skeleton, packed.storages)
     storages = [*packed.storages, *written.extra]
     document = json.loads(json.dumps(written.document))
     target, key = document, data.draw(st.sampled_from(sorted(document)))
@@ -310,7 +310,7 @@ def test_no_change_of_a_document_raises_anything_else_or_reads_outside(tree, dat
         key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
     target[key] = data.draw(JSON)
     try:
-        back = rebuild.read(document, storages)
+        back = decode.read(document, storages)
     except BadFileError:
         return
     unpack(back, storages)  # what was not refused can be put together
@@ -319,14 +319,14 @@ def test_no_change_of_a_document_raises_anything_else_or_reads_outside(tree, dat
 def test_a_slot_is_shared_where_the_tensor_was():
     tensor = torch.ones(2)
     packed = pack([tensor, [tensor]])
-    written = skeleton.write(packed.skeleton, packed.storages)
-    back = rebuild.read(written.document, packed.storages)
+    written = tree_spec.write(packed.skeleton, packed.storages)
+    back = decode.read(written.document, packed.storages)
     assert isinstance(back[0], TensorSlot)
     assert back[0] is back[1][0]
 
 
 def test_a_whole_value_is_whole_again():
-    back = rebuild.read(skeleton.write([Whole([1, [2]])], []).document, [])
+    back = decode.read(tree_spec.write([Whole([1, [2]])], []).document, [])
     assert isinstance(back[0], Whole)
     assert back[0].value == [1, [2]]
 

@@ -11,14 +11,15 @@ from files import final_files, names
 from spilled import chunk, chunks, filled, same
 from test_disk_faults import CALLS, Saboteur
 
-from vllm_omni_session_state import LatentBuffer, spill
-from vllm_omni_session_state.chunks import Chunks
-from vllm_omni_session_state.errors import TierFaultError
-from vllm_omni_session_state.events import forget_said
-from vllm_omni_session_state.ids import fingerprint
-from vllm_omni_session_state.spill import SEGMENT, Spiller
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state import LatentBuffer
+from vllm_omni_session_state.offload import spill
+from vllm_omni_session_state.accounting.append_list import AppendTrackedList
+from vllm_omni_session_state.base.errors import TierFaultError
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.base.ids import fingerprint
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.file_system import System
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_what_was_spilled_comes_back_in_order_and_to_the_bit(spiller):
     assert same(buffer.whole(), wanted)
     assert same(buffer.whole(), wanted), "reading takes nothing away"
     assert list(map(id, buffer.container)) == list(map(id, wanted[3 * SEGMENT :]))
-    assert type(buffer.container) is Chunks
+    assert type(buffer.container) is AppendTrackedList
 
 
 def test_the_list_and_its_bytes_stay_within_a_segment_and_one_item(spiller, tier):
@@ -70,7 +71,7 @@ def test_the_newest_item_is_never_spilled(spiller):
 
 
 def test_what_was_spilled_is_out_of_memory_also_after_it_was_read(spiller):
-    from vllm_omni_session_state.release import Watch
+    from vllm_omni_session_state.accounting.release import Watch
 
     items = chunks(2 * SEGMENT + 1)
     watch = Watch(*items[:-1])

@@ -11,13 +11,14 @@ from profiles import sized
 from spilled import chunk, described
 from test_disk_faults import CALLS
 
-from vllm_omni_session_state import LatentBuffer, SessionStateManager, spill
-from vllm_omni_session_state.adapters.latents import FIELD, Policy, whole
-from vllm_omni_session_state.errors import LatentsUnreadableError
-from vllm_omni_session_state.losses import Reason
-from vllm_omni_session_state.tiers.disk import DiskTier
-from vllm_omni_session_state.tiers.host import HostTier
-from vllm_omni_session_state.tiers.system import System
+from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.offload import spill
+from vllm_omni_session_state.adapters.video_latents import FIELD, Policy, whole
+from vllm_omni_session_state.base.errors import LatentsUnreadableError
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.offload.file_system import System
 
 KEYS = st.sampled_from(["a", "b"])
 LARGE = 1 << 24

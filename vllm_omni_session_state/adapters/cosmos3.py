@@ -20,14 +20,14 @@ from typing import Any, Protocol
 import torch
 
 from vllm_omni_session_state.adapters.patches import Patches
-from vllm_omni_session_state.arrays import bytes_of
-from vllm_omni_session_state.config import VideoLatents
-from vllm_omni_session_state.errors import SeamMismatchError
-from vllm_omni_session_state.events import say_once
-from vllm_omni_session_state.ids import session_key
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.objects import EncodeOnceKV
-from vllm_omni_session_state.session import SessionState
+from vllm_omni_session_state.accounting.arrays import bytes_of
+from vllm_omni_session_state.base.settings import VideoLatents
+from vllm_omni_session_state.base.errors import SeamMismatchError
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.ids import session_key
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.state.buffers import EncodeOnceKV
+from vllm_omni_session_state.state.session import SessionState
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
 Encoded = tuple[list[KVPair], KVPair]
@@ -166,7 +166,7 @@ class Cosmos3Adapter:
             # The host leaves the last branch here. Another call under way loads its own before it reads.
             transformer.reset_cache()
         except Exception as error:  # noqa: BLE001 - nothing may raise after the forward's own body
-            say_once(logging.WARNING, ("cosmos3", "reset_cache"), "Cosmos3's reset_cache() failed: %s", error)
+            log_once(logging.WARNING, ("cosmos3", "reset_cache"), "Cosmos3's reset_cache() failed: %s", error)
 
 
 def identity_of(arguments: Mapping[str, Any], ids: torch.Tensor, mask: torch.Tensor) -> str:

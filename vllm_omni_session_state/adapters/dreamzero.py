@@ -18,14 +18,14 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from vllm_omni_session_state.adapters.latents import Policy, policy_of, whole
+from vllm_omni_session_state.adapters.video_latents import Policy, policy_of, whole
 from vllm_omni_session_state.adapters.patches import Patches
-from vllm_omni_session_state.config import VideoLatents
-from vllm_omni_session_state.events import say_once
-from vllm_omni_session_state.ids import session_key
-from vllm_omni_session_state.manager import SessionStateManager
-from vllm_omni_session_state.objects import LatentBuffer
-from vllm_omni_session_state.session import Declaration, HoldsSession, SessionAttr, SessionState, Unset
+from vllm_omni_session_state.base.settings import VideoLatents
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.ids import session_key
+from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.state.buffers import LatentBuffer
+from vllm_omni_session_state.state.session import Declaration, HoldsSession, SessionAttr, SessionState, Unset
 
 HOST_FIELDS = frozenset({"stitched_buffer", "video_latents_across_time"})
 """Values that the model keeps in host memory; all others are on its device."""
@@ -158,7 +158,7 @@ def _declare(view: type[DreamZeroFields], name: str) -> None:
         field = SessionAttr[Any](default=held)
         field.__set_name__(view, name)
         setattr(view, name, field)
-        say_once(
+        log_once(
             logging.WARNING,
             ("undeclared", view.__name__, name),
             "DreamZero's state has a field %r unknown to this plugin; its sessions carry it as an attribute",

@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from vllm_omni_session_state.config import ENV_FLAG
+from vllm_omni_session_state.base.settings import ENV_FLAG
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Where ``vllm serve`` listens if it is not told otherwise."""

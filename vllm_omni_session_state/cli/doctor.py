@@ -13,9 +13,10 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_omni_session_state import config, origins
-from vllm_omni_session_state.config import ENV_FLAG, FLAG, OPTIONS
-from vllm_omni_session_state.omni import survey
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.cli import settings_origin
+from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS
+from vllm_omni_session_state.omni import compat
 
 GROUP = "vllm_omni.general_plugins"
 ENTRY_POINT = "vllm_omni_session_state.plugin:register"
@@ -53,7 +54,7 @@ class Stage:
 
     stage_id: object
     on: bool
-    settings: tuple[origins.Origin, ...]
+    settings: tuple[settings_origin.Origin, ...]
     budgets: str | None
 
 
@@ -73,9 +74,9 @@ class Report:
     """
 
     plugin: Plugin
-    host: list[survey.Version]
+    host: list[compat.Version]
     deploy_config: str | None
-    seams: list[survey.Look] = field(default_factory=list)
+    seams: list[compat.SeamCheck] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
@@ -124,7 +125,7 @@ def examine(*, deploy_config: str | None = None) -> Report:
         deploy_config: The deploy YAML that is served with.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what the host has to say, it says when it serves
-    report = Report(_plugin(), survey.versions(), deploy_config)
+    report = Report(_plugin(), compat.versions(), deploy_config)
     _judge_plugin(report)
     _look_at_host(report)
     _look_at_settings(report)
@@ -166,13 +167,13 @@ def _judge_plugin(report: Report) -> None:
 def _look_at_host(report: Report) -> None:
     missing = [version.package for version in report.host if version.installed is None]
     if missing:
-        wanted = ", ".join(f"{name} {survey.TESTED[name]}" for name in missing)
+        wanted = ", ".join(f"{name} {compat.TESTED[name]}" for name in missing)
         report.unseen.append(
             f"the host is not there: {', '.join(missing)} cannot be found by {sys.executable}. "
             f"This was tested with {wanted}; run the command with the Python that serves"
         )
         return
-    failure = survey.import_host()
+    failure = compat.import_host()
     if failure is not None:
         report.unseen.append(f"the host cannot be imported: {failure}")
         return
@@ -183,12 +184,12 @@ def _look_at_host(report: Report) -> None:
                 f"{version.package} {found} is not the one that this was tested with ({version.tested}); "
                 "what counts are the seams"
             )
-    report.seams = survey.survey()
+    report.seams = compat.survey()
     for look in report.seams:
         if not look.ok:
             report.problems.append(
                 f"a seam is not as expected: {look.place}: expected {look.expected}, found {look.found}; "
-                f"{look.otherwise}. Take a vLLM-Omni that this was tested with ({survey.TESTED['vllm_omni']})"
+                f"{look.otherwise}. Take a vLLM-Omni that this was tested with ({compat.TESTED['vllm_omni']})"
             )
 
 
@@ -199,7 +200,7 @@ def _look_at_settings(report: Report) -> None:
             report.unseen.append(f"without the host {report.deploy_config} cannot be read")
             return
         try:
-            written = survey.read_deploy_config(report.deploy_config)
+            written = compat.read_deploy_config(report.deploy_config)
         except ValueError as error:
             report.unseen.append(str(error))
             return
@@ -207,21 +208,21 @@ def _look_at_settings(report: Report) -> None:
     heard: dict[str, None] = {}
     for stage in written["stages"]:
         held = {**stage, **(stage.get("engine_args") or {})}
-        flag, options = held.get(FLAG), config.options_of(SimpleNamespace(**held))
-        found, complaints = origins.origins(flag, os.environ, options=options)
-        settings, _ = config.resolve(flag, os.environ, options=options)
+        flag, options = held.get(FLAG), settings.options_of(SimpleNamespace(**held))
+        found, complaints = settings_origin.origins(flag, os.environ, options=options)
+        settings, _ = settings.resolve(flag, os.environ, options=options)
         heard.update((str(complaint), None) for complaint in complaints)
         budgets = None
         try:
-            budgets, ignored = survey.ignored(settings)
+            budgets, ignored = compat.ignored(settings)
             heard.update(dict.fromkeys(ignored))
         except Exception as error:  # noqa: BLE001 - a per cent of a memory that is not there
             report.notes.append(f"the budgets cannot be worked out here: {type(error).__name__}: {error}")
         report.stages.append(Stage(stage.get("stage_id"), settings.enabled, found, budgets))
-        replicas = survey.replicas_of(written, stage)
+        replicas = compat.replicas_of(written, stage)
         if settings.enabled and replicas > 1:
             _judge_affinity(report, stage.get("stage_id"), replicas)
-    for name, meant in origins.unread(os.environ).items():
+    for name, meant in settings_origin.unread(os.environ).items():
         heard[f"{name} is no setting and is not read" + (f"; do you mean {meant}?" if meant else "")] = None
     report.problems += heard
 
@@ -229,7 +230,7 @@ def _look_at_settings(report: Report) -> None:
 def _judge_affinity(report: Report, stage_id: object, replicas: int) -> None:
     """Say whether each session's steps go to one of a stage's replicas."""
     ours = report.plugin.name is not None and report.plugin.allowed
-    if ours and all(look.ok for look in report.seams if survey.is_of_a_pool(look)):
+    if ours and all(look.ok for look in report.seams if compat.is_of_a_pool(look)):
         report.notes.append(
             f"stage {stage_id} has {replicas} replicas: affinity holds here, all steps of a session go to one"
         )

@@ -20,14 +20,8 @@ from pathlib import Path
 from types import ModuleType
 
 from vllm_omni_session_state.cli import doctor, sessions
-from vllm_omni_session_state.cli.client import (
-    DEFAULT_TIMEOUT_S,
-    DEFAULT_URL,
-    ENV_API_KEY,
-    Client,
-    CommandError,
-)
-from vllm_omni_session_state.printable import printable
+from vllm_omni_session_state.cli.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, ENV_API_KEY, Client, CommandError
+from vllm_omni_session_state.base.printable import printable
 
 PROGRAM = "vllm-omni-session-state"
 COULD_NOT = 2
@@ -79,16 +73,17 @@ def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
 
 def _ab(asked: argparse.Namespace) -> int:
     try:
-        from vllm_omni_session_state.ab import face, jobs, run  # noqa: PLC0415 - they need rich
+        from vllm_omni_session_state.ab.runs import progress, subprocess  # noqa: PLC0415 - they need rich
+        from vllm_omni_session_state.ab import command  # noqa: PLC0415 - they need rich
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise
         raise CommandError(f"ab needs rich for its progress: pip install '{PROGRAM}[cli]'") from error
     names = ("deploy_config", "model", "sessions", "steps", "record", "replay", "out")
-    options = run.Options(**{name: getattr(asked, name) for name in names})
+    options = command.Options(**{name: getattr(asked, name) for name in names})
     try:
-        return run.ab(options, face.LastingConsole(highlight=False))
-    except jobs.CouldNotRunError as error:
+        return command.ab(options, progress.LastingConsole(highlight=False))
+    except subprocess.CouldNotRunError as error:
         raise CommandError(str(error)) from error
 
 

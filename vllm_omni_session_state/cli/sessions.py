@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_session_state.cli.client import Client, CommandError, NotDoneError, WorkerFailedError
-from vllm_omni_session_state.printable import printable
+from vllm_omni_session_state.base.printable import printable
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -39,9 +39,9 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
     said["manager"] = f"{type(manager).__module__}.{type(manager).__qualname__}"
     if not hasattr(manager, "listing"):  # the host's own manager
         return {**said, "sessions": []}
-    from vllm_omni_session_state.ids import shown
+    from vllm_omni_session_state.base.ids import display_id
 
-    clear = {shown(name): name for name in names}
+    clear = {display_id(name): name for name in names}
     sessions = [
         {
             "session": clear.get(entry.session, entry.session),

@@ -22,9 +22,9 @@ from omni_tiny.demo.face import say_equality, say_left
 from omni_tiny.demo.scenarios import SCENARIOS
 from omni_tiny.demo.tables import SHOW
 from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
-from vllm_omni_session_state.ab.course import Course, Phase
-from vllm_omni_session_state.ab.face import Watch
-from vllm_omni_session_state.ab.jobs import FLAG, THREADS, CouldNotRunError, run_job, settings
+from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
+from vllm_omni_session_state.ab.runs.progress import ProgressView
+from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS, CouldNotRunError, run_job, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ WRITING = "writing random weights"
 _AROUND_S = {child.LOADING: 20.0, child.STOPPING: 5.0}
 
 
-def course(scenarios: Iterable[Scenario]) -> Course:
+def course(scenarios: Iterable[Scenario]) -> Estimate:
     """What a demo takes."""
     served = [
         Phase(f"{scenario.model}, flag {word}: {name}", _AROUND_S.get(name, scenario.seconds))
@@ -43,7 +43,7 @@ def course(scenarios: Iterable[Scenario]) -> Course:
         for word in ("off", "on")
         for name in (child.LOADING, child.SERVING, child.STOPPING)
     ]
-    return Course([Phase(WRITING, 12.0), *served])
+    return Estimate([Phase(WRITING, 12.0), *served])
 
 
 def job(name: str, scenarios: Iterable[str], folder: Path) -> list[str]:
@@ -58,7 +58,7 @@ def environment(*, flag: bool | None) -> dict[str, str]:
     return {**kept, **quiet, bfloat16.VARIABLE: "1", **dict.fromkeys(THREADS, "1")}
 
 
-def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: Watch) -> list[Served]:
+def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: ProgressView) -> list[Served]:
     """Serve one scenario; returns the runs with the flag off and on.
 
     Raises:
@@ -83,7 +83,7 @@ def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: W
 def run(scenarios: dict[str, Scenario], folder: Path, log: Path, console: Console) -> bool:
     """Write the checkpoints, serve each scenario twice, show what came out; returns whether all is well."""
     results = {}
-    with Watch(console, course(scenarios.values())).shown() as watch:
+    with ProgressView(console, course(scenarios.values())).shown() as watch:
         watch.begin()
         for _ in run_job(job("write", scenarios, folder), environment=environment(flag=None), log=log):
             watch.tick()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_tiny.demo.scenarios import SCENARIOS
-from vllm_omni_session_state.ab.reports import end_with_reader, reporting
+from vllm_omni_session_state.ab.runs.event_channel import end_with_reader, reporting
 
 if TYPE_CHECKING:
     from omni_tiny.demo.scenarios import Scenario
-    from vllm_omni_session_state.ab.reports import Report
+    from vllm_omni_session_state.ab.runs.event_channel import Report
 
 LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
 """Phases of a served run."""

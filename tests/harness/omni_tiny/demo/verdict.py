@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_session_state.ab.jobs import FLAG, CouldNotRunError
+from vllm_omni_session_state.ab.runs.subprocess import FLAG, CouldNotRunError
 
 OURS = "vllm_omni_session_state."
 """Where the plugin's manager class is defined."""

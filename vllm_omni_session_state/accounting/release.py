@@ -1,0 +1,51 @@
+"""What a release really freed, judged afterwards.
+
+Use counts lie (a view, an alias, a host that kept a reference), so nothing is inferred from them: the
+owner of each region is watched through a weak reference, the content is let go, and then the owners are
+asked whether they are gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vllm_omni_session_state.accounting.footprint import owned_regions
+from vllm_omni_session_state.accounting.regions import Region, union
+
+
+class Watch:
+    """The regions of some values, each with a way to ask whether its owners are gone.
+
+    It keeps none of the values alive.
+    """
+
+    __slots__ = ("_gone",)
+
+    def __init__(self, *values: object) -> None:
+        self._gone: list[tuple[Region, Callable[[], bool]]] = [
+            (region, _question(owner)) for owner, region in owned_regions(*values)
+        ]
+
+    def alive(self) -> tuple[Region, ...]:
+        """The regions of which an owner is still there; disjoint."""
+        return union(region for region, gone in self._gone if not gone())
+
+    def freed(self) -> int:
+        """Bytes that were there when the watch began and are not any more."""
+        before = sum(region.nbytes for region in union(region for region, _ in self._gone))
+        return before - sum(region.nbytes for region in self.alive())
+
+
+def _question(owner: Any) -> Callable[[], bool]:
+    if isinstance(owner, torch.UntypedStorage):
+        return cast("Callable[[], bool]", StorageWeakRef(owner).expired)  # type: ignore[no-untyped-call]
+    try:
+        reference = weakref.ref(owner)
+    except TypeError:  # bytes and the like: nobody can tell, so they count as still there
+        return lambda: False
+    return lambda: reference() is None

@@ -1,0 +1,350 @@
+"""Room on the device: which sessions leave it when there is too little.
+
+Only choices are made here, under the table's lock; the cascade moves what was chosen. With no tier and no
+budget nothing ever moves. Several ranks choose alike: by the order of requests and by declared sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from vllm_omni_session_state.manager.offloader import Offloader
+from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
+from vllm_omni_session_state.base.errors import BudgetFixedError, CannotParkError
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.manager.eviction import EvictionPolicy, Refused
+from vllm_omni_session_state.base.ids import session_key, display_id
+from vllm_omni_session_state.manager.entry import Seat
+from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.manager.kv_slots import KVSlots
+from vllm_omni_session_state.manager.table import Table
+
+
+class DeviceCapacity:
+    """The bounds of one manager and what is done to keep them.
+
+    Args:
+        table: Whose sessions.
+        cascade: Where they go.
+        max_sessions: Sessions on the device.
+        device_budget: Bytes on the device of sessions that nobody uses, ``None``: any.
+        eviction: Who is lost where nobody can leave unharmed.
+
+    Attributes:
+        pool: Where sessions on the device need a place; ``None``: nowhere.
+        sizes_pool: Whether the device budget decides how large that pool is.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        cascade: Offloader,
+        *,
+        max_sessions: int,
+        device_budget: int | None,
+        eviction: EvictionPolicy,
+    ) -> None:
+        self.cascade = cascade
+        self.max_sessions = max_sessions
+        self._device_budget = device_budget
+        self._most: int | None = None
+        self.eviction = eviction
+        self.pool: KVSlots | None = None
+        self.sizes_pool = False
+        self._table = table
+
+    @property
+    def device_budget(self) -> int | None:
+        """Bytes on the device of sessions that nobody uses; ``None``: any.
+
+        Raises:
+            BudgetFixedError: When it is set beyond what was reserved when the model was loaded.
+        """
+        return self._device_budget
+
+    @device_budget.setter
+    def device_budget(self, nbytes: int | None) -> None:
+        if self._most is not None and (nbytes is None or nbytes > self._most):
+            raise BudgetFixedError(nbytes, most=self._most)
+        self._device_budget = nbytes
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the device has no more than was reserved: then no newcomer may exceed the budget."""
+        return self._most is not None
+
+    def fix_device_budget(self) -> None:
+        """The rest of the device has been given away: from now on the budget can only become smaller."""
+        self._most = self._device_budget
+
+    def bounds(self) -> dict[str, int]:
+        """Bytes of ``device``, ``host`` and ``disk``, where they are bounded, and ``max_parked``."""
+        host, disk = self.cascade.host, self.cascade.disk
+        held = {
+            "device": self._device_budget,
+            "host": None if host is None else host.budget,
+            "disk": None if disk is None else disk.budget,
+            "max_parked": self.cascade.max_parked,
+        }
+        return {name: value for name, value in held.items() if value is not None}
+
+    def crowded(self, *, paid: bool) -> bool:
+        """Whether a new session must wait for room that an idle one can give. Lock held.
+
+        Args:
+            paid: Whether another one was lost for it already. Bytes that others hold beyond a budget are
+                not its to pay for, unless they would be missing on the device.
+        """
+        if not len(self._table.order):
+            return False  # every session is in use: none of them can be asked
+        if self._on_device() >= self.max_sessions:
+            return True
+        return bool(self.cascade) and (self.fixed or not paid) and self._excess(newcomers=1) > 0
+
+    def make(self) -> bool:
+        """Park the least recently used session that can be parked, else lose as many as make the room.
+
+        Returns:
+            Whether somebody was lost.
+
+        Raises:
+            NoRoomError: If none can be parked, nobody may be lost, and those that are stale give too little.
+        """
+        refused: list[Refused] = []
+        while self.cascade:
+            seat, why = self._park(functools.partial(self._choose, refused, newcomers=1))
+            if seat is None:
+                break
+            if why is None:
+                return False
+            refused.append(Refused(seat, why))
+        with self._table.lock:
+            before = self._excess(newcomers=1)
+
+        def met(gone: Sequence[Seat]) -> bool:
+            left = [seat for seat in gone if seat.idle]
+            if len(left) == len(self._table.order):
+                return True  # nobody is left to be asked
+            over = self._excess(newcomers=1, without=left)
+            fits = not over or (over < before and not self.fixed)
+            return self._on_device() - len(left) < self.max_sessions and (fits or not self.cascade)
+
+        full = f"{self.max_sessions} sessions are kept ({ENV_MAX_SESSIONS})"
+        full = str(refused[-1].why) if refused else full
+        lost = self.eviction.make(met, self._park_again, refused, why=full)
+        if lost or not self.eviction.loses_nobody:
+            return lost
+        with self._table.lock:
+            if met(()):
+                return False  # somebody has left meanwhile
+        raise self.eviction.refusal(full)
+
+    def has_lost(self, session_id: str | None) -> bool:
+        """Whether a session was lost and its client does not know it yet."""
+        with self._table.lock:
+            return self._table.losses.reason(session_key(session_id)) is not None
+
+    def make_place(self, key: str) -> str | None:
+        """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
+
+        Where none can be parked, as many are lost as make the place, if any may.
+
+        Returns:
+            Why it has none; ``None`` if it has one.
+        """
+        pool = self.pool
+        if pool is None or not self.cascade or pool.has_place(key):
+            return None
+        refused: list[Refused] = []
+        with self._table.lock:
+            comer = self._table.seats.get(key)
+            swap = None if comer is None else comer.parked
+
+        def holder() -> Seat | None:
+            asked = [each.seat for each in refused]
+            idle = (self._table.seats[other] for other in self._table.order)
+            return next((seat for seat in idle if seat not in asked and pool.holds(seat.session.key)), None)
+
+        while not pool.has_place(key):
+            seat, why = self._park(holder, swap=swap)
+            if seat is None:
+                break
+            if why is not None:
+                refused.append(Refused(seat, why))
+        else:
+            return None
+        full = f"{pool.places} sessions have their KV in the engine's pool, and all of them are in use"
+        full = str(refused[-1].why) if refused else full
+
+        def met(gone: Sequence[Seat]) -> bool:
+            return pool.has_place(key) or any(seat.idle and pool.holds(seat.session.key) for seat in gone)
+
+        self.eviction.make(
+            met,
+            functools.partial(self._park_again, swap=swap),
+            refused,
+            why=full,
+            but=key,
+            swap=swap,
+        )
+        return None if pool.has_place(key) else full
+
+    def enforce(self) -> None:
+        """Park idle sessions until the rest fits the budget, each asked at most once. Never raises.
+
+        Where none can be parked and the device has no more, as many are lost as make it fit, if any may.
+        """
+        refused: list[Refused] = []
+        asked = False
+        while self.cascade:
+            seat, why = self._park(functools.partial(self._choose, refused, newcomers=0))
+            if seat is None:
+                break
+            asked = True
+            if why is not None:
+                refused.append(Refused(seat, why))
+        self.cascade.relieve()
+        if not asked:
+            return
+        if refused and self.fixed:
+            self._shrink(refused)
+        with self._table.lock:
+            over = self._excess()
+        if over > 0:
+            log_once(
+                logging.WARNING,
+                ("overrun",),
+                "idle sessions hold %d bytes on the device beyond device_budget=%d and none of them can be "
+                "parked; raise host_budget or disk.budget",
+                over,
+                self.device_budget,
+            )
+
+    def _shrink(self, refused: Sequence[Refused]) -> None:
+        def met(gone: Sequence[Seat]) -> bool:
+            return not self._excess(without=[seat for seat in gone if seat.idle], least=self._own_nbytes)
+
+        with self._table.lock:
+            latest = list(self._table.order)[-1:]  # it fits, or was reserved more than it declared
+        but = latest[0] if latest else None
+        self.eviction.make(met, self._park_again, refused, why=str(refused[-1].why), but=but)
+
+    def send(self, key: str, *, until: float | None = None) -> bool:
+        """Park one session that nobody uses, whatever the budgets say.
+
+        Args:
+            key: The session's.
+            until: When to wait no longer for one that is on its way, by the monotonic clock.
+
+        Returns:
+            Whether it is parked now; a session in use is not, nor one that is not there.
+
+        Raises:
+            CannotParkError: If there is no tier, or it was refused; the session is where it was.
+        """
+        with self._table.lock:
+            there = self._table.arrived(key, until=until)
+            if there is not None and there.moving:
+                raise CannotParkError(display_id(key), "it is on its way, and nobody waits for it any longer")
+            if there is None or not there.idle:
+                return there is not None and there.parked is not None
+            if not self.cascade:
+                raise CannotParkError(
+                    display_id(key), "there is nowhere to park it; set host_budget, or disk.path and disk.budget"
+                )
+        seat, why = self._park(lambda: there if self._stands(there) else None)
+        if why is not None:
+            raise CannotParkError(display_id(key), why)
+        return seat is not None
+
+    def _park(
+        self, choose: Callable[[], Seat | None], *, swap: Parked | None = None
+    ) -> tuple[Seat | None, Exception | None]:
+        """Park an idle session: whom, if anybody, and what refused it, if anything did.
+
+        Args:
+            choose: Says whom. Called with the lock held.
+            swap: As for ``Cascade.down()``.
+        """
+        going: list[Seat] = []
+        try:
+            with self._table.lock:
+                seat = choose()
+                if seat is None:
+                    return None, None
+                going.append(seat)
+                seat.moving = True
+                self._table.take(seat)
+            return seat, self.cascade.down(seat, swap=swap)
+        except BaseException as error:
+            self.cascade.stopped(error, going)
+            raise
+
+    def _park_again(self, seat: Seat, *, swap: Parked | None = None) -> Exception | None:
+        """Park a session that was refused before, if it still stands where it stood."""
+        return self._park(lambda: seat if self._stands(seat) else None, swap=swap)[1]
+
+    def _stands(self, seat: Seat) -> bool:
+        return seat.idle and self._table.seats.get(seat.session.key) is seat
+
+    def _on_device(self) -> int:
+        return len(self._table.seats) - self._table.parked
+
+    @property
+    def _own_nbytes(self) -> int:
+        """What a model declared of one session on the device."""
+        declaration = self.cascade.declaration
+        return 0 if declaration is None else declaration.device_nbytes
+
+    def _excess(self, *, newcomers: int = 0, without: Sequence[Seat] = (), least: int = 0) -> int:
+        """Bytes of idle sessions beyond the budget. Lock held.
+
+        Args:
+            newcomers: Sessions that will be there too, where the device has no more than was reserved.
+            without: Those of the idle ones that are not counted.
+            least: What the budget is at least.
+        """
+        budget, declared = self.device_budget, self.cascade.declared_nbytes
+        if budget is None:
+            return 0
+        if declared is None:
+            accounts = self._table.accounts
+            held = accounts.idle_nbytes() - accounts.freed_without(seat.session.serial for seat in without)
+        else:
+            held = declared * (len(self._table.order) - len(without))
+        if newcomers and self.fixed:  # one session at least was reserved, however small the budget is
+            held, least = held + newcomers * self._own_nbytes, self._own_nbytes
+        return max(0, held - max(budget, least))
+
+    def _choose(self, refused: Sequence[Refused], *, newcomers: int) -> Seat | None:
+        """The next session to park; ``None`` where none would help. Lock held.
+
+        Args:
+            refused: Those that are not asked again.
+            newcomers: Sessions for which a place on the device is wanted beside those that are there.
+        """
+        asked = {each.seat.session.key for each in refused}
+        seats = (self._table.seats[key] for key in self._table.order if key not in asked)
+        if self._on_device() + newcomers > self.max_sessions:
+            return next(seats, None)
+        return self._oldest_that_helps(seats, self._excess(newcomers=newcomers))
+
+    def _oldest_that_helps(self, seats: Iterator[Seat], excess: int) -> Seat | None:
+        """The oldest session whose going helps to bring the bytes under the budget. Lock held."""
+        accounts = self._table.accounts
+        if self.cascade.declared_nbytes is not None:
+            return next(seats, None) if excess else None
+        going: list[Seat] = []
+        owners: list[int] = []
+        freed = 0
+        while freed < excess and (seat := next(seats, None)) is not None:
+            going.append(seat)
+            owners.append(seat.session.serial)
+            freed = accounts.freed_without(owners)
+        for index, seat in enumerate(going):
+            # One whose every byte another of them reaches frees nothing by going.
+            if freed > accounts.freed_without(owners[:index] + owners[index + 1 :]):
+                return seat
+        return None

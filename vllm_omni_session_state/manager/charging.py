@@ -1,0 +1,116 @@
+"""A settlement: a session is charged for what it holds now, each kind of value where it lives.
+
+It costs as much as what changes: of a list that is only appended to, what came since the last time.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.accounting.footprint import NOTHING, footprint
+from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog, scan_appended
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.manager.entry import Seat
+from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.accounting.regions import Region
+from vllm_omni_session_state.state.session import Declaration, SessionState, host_fields
+from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.host_tier import HostAllocation
+
+
+def charge_session(
+    session: SessionState, table: Table, declaration: Declaration | None
+) -> tuple[tuple[Region, ...], RegionLog | None]:
+    """Charge a session. Never raises: it runs after a forward's own body.
+
+    Args:
+        session: Whose.
+        table: With the accounts; its lock is taken.
+        declaration: What the model declared of one session.
+
+    Returns:
+        What its model keeps on the device, and the pile of what it keeps there as well.
+    """
+    try:
+        return _settle(session, table, declaration)
+    except BaseException:  # the process is stopped, and the pile may be half of what it should be
+        session.pile = None
+        raise
+
+
+def _settle(
+    session: SessionState, table: Table, declaration: Declaration | None
+) -> tuple[tuple[Region, ...], RegionLog | None]:
+    on_device, on_host, engine = session.roles(host_fields(declaration))
+    # One role's lists may grow; lists of the other one beside them are walked as any value is.
+    growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
+    still.values.extend(still.lists)
+    growth: Appended | None = None
+    if growing.lists:
+        growth = scan_appended(growing.lists, session.pile)
+        growing.values.extend(growth.rest)
+    session.pile = pile = None if growth is None else growth.pile
+    device = footprint(*on_device.values)
+    host = footprint(*on_host.values) if on_host.values else NOTHING
+    owned = footprint(*engine.values) if engine.values else NOTHING
+    staged = session.staged_footprint()
+    with table.lock:
+        table.accounts.settle(
+            session.serial,
+            device=device.regions,
+            host=host.regions,
+            engine=owned.regions,
+            staged=staged.regions,
+            growth=growth,
+            growth_on_host=growing is on_host,
+        )
+        table.note(session.key)
+    if growing is on_host:
+        pile = None
+    found = NOTHING if growth is None else growth.found
+    for kind in device.opaque | host.opaque | owned.opaque | staged.opaque | found.opaque:
+        log_once(
+            logging.WARNING,
+            ("opaque", kind),
+            "a session holds a %s: what is inside it cannot be seen and counts as 0 bytes; "
+            "footprint.register_children() opens a type",
+            kind,
+        )
+    if declaration is not None:
+        nbytes = device.nbytes if pile is None else pile.nbytes_with(device.regions)
+        _compare(session, nbytes, declaration.device_nbytes)
+    return device.regions, pile
+
+
+def _compare(session: SessionState, nbytes: int, declared: int) -> None:
+    if nbytes > declared:
+        log_once(
+            logging.WARNING,
+            ("declared",),
+            "session %s holds %d bytes on the device and its model declared %d: the host reserves too "
+            "little, and a full pool can run out of memory",
+            display_id(session.key),
+            nbytes,
+            declared,
+        )
+
+
+class Charge(NamedTuple):
+    """What a parked session holds: in place, in host memory by its model, and parked there."""
+
+    device: tuple[Region, ...]
+    host: tuple[Region, ...]
+    parcel: tuple[Region, ...]
+
+    def charge(self, table: Table, serial: int) -> None:
+        """Tell the accounts. Lock held."""
+        table.accounts.settle(serial, device=self.device, host=self.host, parcel=self.parcel)
+
+
+def charge_of(seat: Seat, parked: Parked) -> Charge:
+    """What the session of that seat holds, parked like that."""
+    slab = parked.held.slab if isinstance(parked.held, HostAllocation) else None
+    values = (*parked.in_place(seat.session), (slab,))
+    return Charge(*(footprint(*each).regions for each in values))

@@ -1,0 +1,189 @@
+"""Who is lost where nobody can leave the device unharmed: who was not used for longest, wherever it is.
+
+As many of the oldest as make the room and no more, or none where that would not do; so nobody is lost who
+was used later than one that stays. Where nobody may be lost, only those go that the server's clock has
+marked stale, again the oldest first. Several ranks choose alike: marks come to all of them between two
+steps, and what others give back counts as declared.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from vllm_omni_session_state.manager.offloader import Offloader
+from vllm_omni_session_state.base.errors import NoRoomError
+from vllm_omni_session_state.base.log import LOGGER, log_rarely
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.manager.entry import Seat
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.manager.charging import charge_session
+from vllm_omni_session_state.manager.table import Table
+
+Met = Callable[[Sequence[Seat]], bool]
+"""Whether there is room once these sessions are on the device no more. Called with the table's lock held."""
+
+
+class Refused(NamedTuple):
+    """A session that could not leave the device, and why."""
+
+    seat: Seat
+    why: Exception
+
+
+class EvictionPolicy:
+    """What is lost of one manager.
+
+    Args:
+        table: Whose sessions.
+        cascade: Where they are.
+        on_lost: ``"error"``: nobody is lost to make room; with a disk tier nobody is either.
+        idle_drop_s: Seconds after which the server marks a session stale, 0: never.
+
+    Attributes:
+        clock: Whether a server has told that it marks sessions.
+    """
+
+    def __init__(
+        self, table: Table, cascade: Offloader, *, on_lost: Literal["warn", "error"], idle_drop_s: float
+    ) -> None:
+        self.on_lost = on_lost
+        self.clock = False
+        self._idle_drop_s = idle_drop_s
+        self._table = table
+        self._cascade = cascade
+
+    @property
+    def loses_nobody(self) -> bool:
+        """Whether a new session is refused rather than another one lost that is not stale."""
+        return self.on_lost == "error" or self._cascade.disk is not None
+
+    def mark(self, key: str) -> bool:
+        """Mark a session stale, unless somebody uses it; the next use unmarks it. Takes the lock."""
+        with self._table.lock:
+            seat = self._table.arrived(key)
+            if seat is None or not seat.resting:
+                return False
+            seat.stale = True
+            return True
+
+    def make(
+        self,
+        met: Met,
+        park: Callable[[Seat], Exception | None],
+        refused: Sequence[Refused],
+        *,
+        why: str,
+        but: str | None = None,
+        swap: Parked | None = None,
+    ) -> bool:
+        """Lose sessions until there is room.
+
+        Args:
+            met: Whether there is.
+            park: Parks one that is still idle; what refused it.
+            refused: Those that could not be parked, longest unused first.
+            why: What is full, for the log.
+            but: The key of a session that is not lost.
+            swap: As for ``Cascade.down()``.
+
+        Returns:
+            Whether somebody was lost.
+        """
+        waiting = list(refused)
+        lost = 0
+        while True:
+            with self._table.lock:
+                there = self._table.resting(but=but, stale=self.loses_nobody)
+                if met(()) or not there or not (lost or self._would_do(met, there, waiting, swap)):
+                    return lost > 0
+                seat = there[0]
+                reason = self._reason(seat)
+                self._table.lose(seat, reason)
+            lost += 1
+            self._end(seat)
+            LOGGER.warning(
+                "session %s is lost (%s): room was wanted and %s; its rollout starts over at its next step",
+                display_id(seat.session.key),
+                reason.value,
+                why,
+            )
+            waiting = self._parked_now(met, park, waiting, swap)
+
+    def refusal(self, why: str) -> NoRoomError:
+        """The error for a new session, and the same once a minute at WARNING.
+
+        Args:
+            why: What is full.
+        """
+        with self._table.lock:
+            parked = [seat.used_at for seat in self._table.seats.values() if seat.parked is not None]
+        resting = ""
+        if parked:
+            since = _age(time.monotonic() - min(parked))
+            resting = f"{len(parked)} sessions lie parked, the longest unused for {since}; {self._remedy()}"
+        error = NoRoomError(why, resting=resting)
+        log_rarely(logging.WARNING, ("refused",), "%s", error)
+        return error
+
+    def _remedy(self) -> str:
+        if not self._idle_drop_s:
+            return "idle_drop_s would let those go that nobody has stepped for so long"
+        if not self.clock:
+            return (
+                f"idle_drop_s={self._idle_drop_s:g} lets none of them go: no API server tells the time here"
+            )
+        return f"idle_drop_s={self._idle_drop_s:g} lets none of them go yet"
+
+    def _reason(self, seat: Seat) -> Reason:
+        if seat.stale:
+            return Reason.STALE
+        return Reason.TIER_FULL if self._cascade else Reason.COUNT
+
+    def _would_do(
+        self, met: Met, there: Sequence[Seat], refused: Sequence[Refused], swap: Parked | None
+    ) -> bool:
+        """Whether there would be room if all of these were lost, and those parked that then can be."""
+        takes = functools.partial(self._cascade.takes, gone=there, swap=swap)
+        parkable = [seat for seat, why in refused if seat.idle and seat not in there and takes(seat, why)]
+        return met([*there, *parkable])
+
+    def _parked_now(
+        self,
+        met: Met,
+        park: Callable[[Seat], Exception | None],
+        waiting: Sequence[Refused],
+        swap: Parked | None,
+    ) -> list[Refused]:
+        """Park those for whom there is room now, until enough is there; those that wait still."""
+        left = []
+        for seat, why in waiting:
+            with self._table.lock:
+                there = self._table.seats.get(seat.session.key) is seat and seat.idle
+                tries = there and not met(()) and self._cascade.takes(seat, why, swap=swap)
+            refused = park(seat) if tries else why
+            if there and refused is not None:
+                left.append(Refused(seat, refused))
+        return left
+
+    def _end(self, seat: Seat) -> None:
+        """Free what a lost session has: what is parked of it, and its place in an engine's pool."""
+        session = seat.session
+        if seat.parked is not None:
+            self._cascade.forget(seat)
+            session.reset()
+            return
+        for name in session.engine_names:
+            session.objects[name].evict()
+        charge_session(session, self._table, self._cascade.declaration)  # what it is charged for is less now
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return "less than two minutes"

@@ -1,0 +1,320 @@
+"""The heart: which sessions there are, what each of them holds, and where.
+
+Ownership: the table owns a session. A lease is the span in which somebody uses one; a leased session is
+not in the order, so it is never moved nor evicted, and a drop takes effect when the last lease ends.
+``drop_session()`` ends a session and frees all of it, whoever still holds it.
+
+Synchronization: one lock, the table's. Under it only look-ups and choices are made. Who needs a session
+that is on its way waits for that session, not for the lock.
+
+Accounting: a session's charge is settled when its use ends, never by a reader. Figures are those of the
+last settlement; reading them walks nothing and costs the same for one session and for a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from vllm_omni_session_state.manager.offloader import Offloader
+from vllm_omni_session_state.base.settings import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
+from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.manager.eviction import EvictionPolicy
+from vllm_omni_session_state.manager.consensus import AllGather
+from vllm_omni_session_state.base.ids import session_key, display_id
+from vllm_omni_session_state.state.inspection import Entry, entry_of
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.manager.outside import Outside
+from vllm_omni_session_state.manager.capacity import DeviceCapacity
+from vllm_omni_session_state.state.session import Declaration, SessionState
+from vllm_omni_session_state.manager.charging import charge_session
+from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.manager.leases import Leases
+from vllm_omni_session_state.manager.changes import Changes
+
+
+class SessionStateManager:
+    """Owns the sessions of one model in one worker process. A session's id that is no string: TypeError.
+
+    Args:
+        max_sessions: Sessions kept on the device, at least 1. A new one beyond it sends the least
+            recently used one to the tier, or out of the table where there is no tier.
+        declaration: What the model declared of one session; a session that is found to hold more is said
+            once at WARNING.
+        device_budget: Bytes on the device that sessions may hold while nobody uses them; ``None``: any.
+        tier: Host memory where sessions are parked; ``None``: none is.
+        disk: Where they go from there, or at once if there is no ``tier``. With neither nothing ever moves.
+        max_parked: Sessions that may be parked at once.
+        on_lost: With ``"error"`` a new session is refused rather than another one lost, and a step of a
+            lost session raises; with ``"warn"`` either is counted and said.
+        idle_drop_s: Seconds after which a server marks a session stale, as the refusals say it; 0: never.
+        exchange: How the ranks of one model tell each other how a restore went; ``None`` where there is one
+            rank. With it, what is parked follows from the order of requests and from what is declared.
+
+    Raises:
+        ValueError: For a ``max_sessions`` that is not a positive whole number.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int = DEFAULT_MAX_SESSIONS,
+        declaration: Declaration | None = None,
+        device_budget: int | None = None,
+        tier: HostTier | None = None,
+        disk: DiskTier | None = None,
+        max_parked: int = DEFAULT_MAX_PARKED,
+        on_lost: Literal["warn", "error"] = "warn",
+        idle_drop_s: float = 0.0,
+        exchange: AllGather | None = None,
+    ) -> None:
+        if type(max_sessions) is not int or max_sessions < 1:
+            raise ValueError(
+                f"max_sessions={max_sessions!r} keeps no session; set {ENV_MAX_SESSIONS} to 1 or more"
+            )
+        self._table = Table()
+        self.cascade = Offloader(self._table, host=tier, disk=disk, max_parked=max_parked, exchange=exchange)
+        self.room = DeviceCapacity(
+            self._table,
+            self.cascade,
+            max_sessions=max_sessions,
+            device_budget=device_budget,
+            eviction=EvictionPolicy(self._table, self.cascade, on_lost=on_lost, idle_drop_s=idle_drop_s),
+        )
+        self.watch = Changes(self._table)
+        self.declaration = declaration
+        self._uses = Leases(self._table, self.cascade, self.room)
+        self._outside = Outside(self._table)
+
+    @property
+    def declaration(self) -> Declaration | None:
+        """What the model declared of one session."""
+        return self.cascade.declaration
+
+    @declaration.setter
+    def declaration(self, declaration: Declaration | None) -> None:
+        self.cascade.declaration = declaration
+
+    @contextmanager
+    def lease(self, session_id: str | None) -> Iterator[SessionState]:
+        """Use a session for the span of a ``with``: it is on the device and stays there.
+
+        At the end its charge is settled, and after a use that succeeded idle sessions beyond the budget
+        are parked. Several may hold a lease on one session.
+
+        Raises:
+            TypeError: For an id that is no string.
+            SessionRestoreFailedError: If it is parked and could not be brought back; it stays parked.
+            SessionStateLostError: If it was lost and ``on_lost`` is ``"error"``.
+            NoRoomError: If it is new, there is no room and ``on_lost`` is ``"error"``.
+        """
+        try:
+            with self._leased(session_key(session_id)) as session:
+                self._table.tell()
+                yield session
+            self.room.enforce()
+        finally:
+            self._table.tell(ended=True)
+
+    def get_or_create_session(self, session_id: str | None) -> SessionState:
+        """The session of that id, made the most recently used one; a new empty one where there is none.
+
+        For who holds a lease on it, or runs without a tier. A new session beyond ``max_sessions`` takes the
+        least recently used one out of the table, counted and said, since that client's rollout starts over.
+        Whoever changes the session calls ``settle()`` when done.
+
+        Raises:
+            TypeError: For an id that is no string.
+            SessionParkedError: If it is parked.
+            SessionStateLostError: As for ``lease()``.
+            NoRoomError: As for ``lease()``.
+        """
+        return self._uses.begin(session_key(session_id), None).session
+
+    def prepare(self, session_id: str | None, *, new: bool = True) -> bool:
+        """Bring a session to the device, or make room for a new one, ahead of a lease on it.
+
+        Ranks that park call it all at once, and tell each other where they have it. Returns whether it is
+        there; with ``new`` off one that is not does not begin.
+
+        Raises:
+            SessionRestoreFailedError: As for ``lease()``, and so the others.
+        """
+        key = session_key(session_id)
+        with self._table.lock:
+            seat, place = self._table.arrived(key), self._table.place(key)
+            parked = seat is not None and seat.parked is not None
+        if not parked:
+            if self.cascade:  # else none is ever parked
+                self.cascade.ranks.meet(key, place)
+            if not new:
+                return seat is not None
+            if seat is None:
+                self._uses.refuse_the_lost(key)
+            why = self.room.make_place(key)
+            if why is not None and self.room.eviction.loses_nobody:
+                raise self.room.eviction.refusal(why)  # else it is the engine that drops its oldest session
+        if parked or seat is None:
+            with self._leased(key, count=False):
+                pass
+        return True
+
+    def park(self, session_id: str | None, *, until: float | None = None) -> bool:
+        """Park a session that nobody uses, also while the budgets have room for it.
+
+        Args:
+            session_id: Which.
+            until: When to wait no longer for one that is on its way, by the monotonic clock.
+
+        Returns:
+            Whether it is parked now; one that is in use or not there is not.
+
+        Raises:
+            CannotParkError: It stays on the device, and the error says why.
+        """
+        return self.room.send(session_key(session_id), until=until)
+
+    def mark_stale(self, session_id: str | None) -> bool:
+        """Say that nobody has stepped a session for long: it may go when room is wanted. A use unmarks it.
+
+        Returns:
+            Whether it is marked; one that is in use or not there is not.
+
+        Raises:
+            TypeError: For an id that is no string.
+        """
+        return self.room.eviction.mark(session_key(session_id))
+
+    def restore(self, session_id: str | None) -> bool:
+        """Bring a parked session back; where the budgets have no room for it, it is parked again.
+
+        Returns:
+            Whether it is on the device now.
+
+        Raises:
+            SessionRestoreFailedError: As for ``prepare()``, and so the others.
+        """
+        self.prepare(session_id, new=False)
+        self.room.enforce()
+        session = self.peek(session_id)
+        return session is not None and not session.parked
+
+    def begin_restore(self, session_id: str | None) -> bool:
+        """Read a session that is parked on the disk into host memory in the background: its step is near.
+
+        Returns:
+            Whether it is parked there, and is being read. Few are at once, beside ``host_budget``.
+        """
+        return self.cascade.begin(session_key(session_id))
+
+    @contextmanager
+    def _leased(self, key: str, *, count: bool = True) -> Iterator[SessionState]:
+        lease = object()
+        try:
+            yield self._uses.begin(key, lease, count=count).session
+        finally:
+            try:
+                self._end(key, lease)
+            finally:
+                self._end(key, lease)  # a stop of the process can come before the first one has begun
+
+    def _end(self, key: str, lease: object) -> None:
+        if self._uses.end(key, lease):
+            self.drop_session(key)
+
+    def settle(self, session: SessionState) -> None:
+        """Charge a session for what it holds now. Never raises: it runs after a forward's own body."""
+        charge_session(session, self._table, self.declaration)
+
+    def charge_outside(self, name: str, *values: object) -> None:
+        """Say what the host keeps of sessions outside of them, under a name of its own."""
+        self._outside.charge(name, *values)
+
+    def drop_session(self, session_id: str | None) -> bool:
+        """End a session and free all it holds, also for whoever still holds it.
+
+        While it is in use the end waits for the last lease. A session that was lost may begin anew.
+
+        Returns:
+            Whether there was such a session.
+        """
+        seat = self._table.remove(session_key(session_id))
+        if seat is None:
+            return False
+        if not seat.leases:
+            self.cascade.forget(seat)
+            seat.session.reset()
+        self._table.tell()
+        return True
+
+    def mark_lost(self, session_id: str | None, reason: Reason) -> None:
+        """Say that a session was dropped although its client had not ended it; called after the drop."""
+        key = session_key(session_id)
+        with self._table.lock:
+            self._table.losses.record(key, reason)
+        self._table.tell()
+        LOGGER.warning(
+            "session %s is lost (%s): its rollout starts over at its next step", display_id(key), reason.value
+        )
+
+    def drop_all(self) -> int:
+        """End every session; returns how many there were."""
+        with self._table.lock:
+            keys = list(self._table.seats)
+        return sum(self.drop_session(key) for key in keys)
+
+    def peek(self, session_id: str | None) -> SessionState | None:
+        """The session of that id or ``None``; looking does not make it recently used."""
+        key = session_key(session_id)
+        with self._table.lock:
+            seat = self._table.seats.get(key)
+            return None if seat is None else seat.session
+
+    def keys(self) -> tuple[str, ...]:
+        """The key of every session: parked ones, then idle ones by last use, then those in use."""
+        return self._table.keys()
+
+    def listing(self) -> tuple[Entry, ...]:
+        """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
+        seats = map(self._table.seats.get, self.keys())
+        return tuple(
+            entry_of(seat.session, self.declaration, seat.where) for seat in seats if seat is not None
+        )
+
+    def used(self, session_id: str | None) -> bool:
+        """Whether somebody uses the session of that id, or it is on its way."""
+        with self._table.lock:
+            seat = self._table.seats.get(session_key(session_id))
+            return seat is not None and seat.used
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and bytes as of each session's last settlement.
+
+        Returns:
+            By name, as the page on state has them: sessions, events, bytes. All ``nbytes:<device>``, or all
+            ``tier_nbytes:<tier>:<live or parked>:<device>``, are together ``total_nbytes``.
+        """
+        return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
+
+    def nbytes_by_device(self) -> dict[str, int]:
+        """Bytes of the table's sessions by device, each region once, as of their last settlement."""
+        with self._table.lock:
+            return self._table.accounts.held_by_device()
+
+    def __len__(self) -> int:
+        return len(self._table.seats)
+
+    def __bool__(self) -> bool:
+        """True also without sessions: an empty manager is a manager."""
+        return True
+
+    def __contains__(self, session_id: str | None) -> bool:
+        return session_key(session_id) in self._table.seats
+
+    def check(self) -> None:
+        """Assert that every part is sound and that they agree. An expensive no-op."""
+        self._table.check()
+        self.cascade.check()

@@ -1,0 +1,94 @@
+"""What an API server offers its operator: the metrics, and the routes where ``http`` is on.
+
+The routes are added to the server's own application, between its building and its serving. That the host
+has a group of entry points for such routes is no help: what is installed there is warned about on every
+server that does not name it in ``VLLM_PLUGINS``, and naming it keeps all other plugins out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
+from vllm_omni_session_state.omni.server.worker_client import WorkerClient
+
+_applications: list[weakref.ref[Any]] = []
+"""The one application that this process built last, for as long as it lives."""
+
+
+def note_applications(module: ModuleType) -> None:
+    """Wrap the function by which the server builds its application; where there is none, nothing happens."""
+    host = getattr(module, seams.SERVER_BUILDER, None)
+    if not callable(host) or hasattr(host, seams.MARK):
+        return
+
+    @functools.wraps(host)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        app = host(*args, **kwargs)
+        _applications[:] = [weakref.ref(app)]
+        return app
+
+    setattr(build, seams.MARK, True)
+    setattr(module, seams.SERVER_BUILDER, build)
+
+
+def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
+    """Offer an operator what the settings ask for. Never raises.
+
+    Args:
+        workers: Whom to ask.
+        state: The application's.
+        http: Whether the routes are on.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # no server that serves: there is nobody to answer
+        return
+    figures = StatsPoller(workers, loop)
+    figures.want()  # the one call by which the workers' files are found
+    _tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
+    if http:
+        _tried(
+            lambda: _add_routes(workers, figures, state), "the routes under /v1/session_state are not there"
+        )
+
+
+def _tried(add: Callable[[], None], otherwise: str) -> None:
+    try:
+        add()
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        log_once(
+            logging.WARNING, ("operator", otherwise), "%s: %s: %s", otherwise, type(error).__name__, error
+        )
+
+
+def _add_metrics(workers: WorkerClient, figures: StatsPoller) -> None:
+    from vllm_omni_session_state.omni.admin import metrics  # noqa: PLC0415 - it needs the Prometheus client
+
+    metrics.register(figures, workers.lost)
+
+
+def _add_routes(workers: WorkerClient, figures: StatsPoller, state: Any) -> None:
+    from vllm_omni_session_state.omni.admin import service, routes  # noqa: PLC0415 - they need FastAPI
+
+    app = _application_of(state)
+    routes.attach(app, service.AdminService(workers, figures))
+    LOGGER.info("sessions can be seen and steered under %s", routes.PREFIX)
+
+
+def _application_of(state: Any) -> Any:
+    for reference in _applications:
+        app = reference()
+        if app is not None and app.state is state:
+            return app
+    raise LookupError(
+        f"expected {seams.SERVER_MODULE}.{seams.SERVER_BUILDER} to build the application, found another way"
+    )

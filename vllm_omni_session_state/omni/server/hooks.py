@@ -1,0 +1,262 @@
+"""Where ends of sessions come from: the API server's robot websocket and rollout endpoints.
+
+The plugin is loaded while the server starts, before any deploy config is read, so a class hooked then
+would be hooked whatever the flag says. What is wrapped then is one function, ``omni_init_app_state``,
+which the server calls as soon as its engine is there: the engine client knows every stage's
+configuration. Only if a stage has the flag on, by its config or by the variable, is a serving class or
+object touched. In a process that is no API server only the engine's replicas are there to be hooked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
+from vllm_omni_session_state.omni.admin import install
+from vllm_omni_session_state.omni.replicas import pools
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
+from vllm_omni_session_state.omni.hooks.import_hook import when_imported
+from vllm_omni_session_state.omni.replicas.stages import stages_with_sessions
+from vllm_omni_session_state.omni.server.worker_client import WorkerClient
+
+_MARK = seams.MARK
+_ENDS = "_session_state_ends"
+"""Attribute of a serving object of the host: the live sessions behind it."""
+
+_ROBOT = "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection"
+_POLICY = "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI"
+_ROLLOUT = "vllm_omni.entrypoints.openai.serving_rl_rollout.ServingRLRollout"
+
+
+def install() -> None:
+    """Wait for the engine's and the API server's start in this process, if there is one. Idempotent."""
+    pools.install()
+    when_imported(seams.SERVER_MODULE, wrap)
+
+
+def wrap(module: ModuleType) -> None:
+    """Wrap the function that the server calls when its engine is there, once."""
+    name = seams.SERVER_FUNCTION.name
+    host = getattr(module, name, None)
+    if not callable(host):
+        _say_left_alone("API server", f"expected a function {module.__name__}.{name}, found none")
+        return
+    if hasattr(host, _MARK):
+        return
+    install.note_applications(module)
+
+    @functools.wraps(host)
+    async def omni_init_app_state(*args: Any, **kwargs: Any) -> Any:
+        result = await host(*args, **kwargs)
+        try:
+            call = inspect.signature(host).bind(*args, **kwargs)
+            connect(call.arguments["engine_client"], call.arguments["state"])
+        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+            _say_left_alone("API server", f"{type(error).__name__}: {error}")
+        return result
+
+    setattr(omni_init_app_state, _MARK, True)
+    setattr(module, name, omni_init_app_state)
+
+
+def connect(engine_client: Any, state: Any) -> None:
+    """Have the ends of sessions reach the workers of every stage that has the flag on; else do nothing.
+
+    Args:
+        engine_client: The host's ``AsyncOmni``.
+        state: The application's state, filled by the host.
+    """
+    stages = stages_with_sessions(engine_client)
+    if not stages:
+        return
+    settings = next(iter(stages.values()))
+    show_in_the_clear(settings.show_ids)
+    workers = WorkerClient(engine_client, list(stages))
+    install.serve(workers, state, http=any(each.http for each in stages.values()))
+    policy = getattr(state, "openai_serving_realtime_robot", None)
+    if policy is not None:
+        _connect_ends(workers, state, policy, settings, list(stages))
+
+
+def _connect_ends(
+    workers: WorkerClient, state: Any, policy: Any, settings: settings.Settings, stages: list[int]
+) -> None:
+    ends = LiveSessions(
+        workers.close,
+        workers.holds,
+        resume_s=settings.resume_s,
+        park=workers.park,
+        idle_park_s=_idle_park_s(settings),
+        expire=workers.expire,
+        expire_s=settings.expire_s if _has_tier(settings) else 0.0,
+        mark=workers.mark_stale,
+        idle_drop_s=settings.idle_drop_s,
+        begin=workers.begin_restore if _has_disk(settings) else None,
+    )
+
+    def robots() -> None:
+        _checked(_POLICY, policy)
+        setattr(policy, _ENDS, (ends, settings))
+        _hook_connection(_checked(_ROBOT))
+
+    def rollouts() -> None:
+        rollout = getattr(state, "rl_rollout_serving", None)
+        if rollout is not None:
+            _checked(_POLICY, policy)
+            _checked(_ROLLOUT, rollout)
+            _hook_rollout(rollout, policy, ends)
+
+    hooked = [_tried("robot websocket", robots), _tried("rollout endpoints", rollouts)]
+    if any(hooked):
+        LOGGER.info("ends of sessions reach the workers of stages %s", stages)
+        if settings.idle_drop_s:
+            ends.tell_the_time(workers.tell_the_time)
+
+
+def _has_tier(settings: settings.Settings) -> bool:
+    return settings.host_budget is not None or _has_disk(settings)
+
+
+def _has_disk(settings: settings.Settings) -> bool:
+    return None not in (settings.disk_path, settings.disk_budget)
+
+
+def _idle_park_s(settings: settings.Settings) -> float:
+    if settings.idle_park_s and not _has_tier(settings):
+        log_once(
+            logging.WARNING,
+            ("idle_park_s",),
+            "idle_park_s=%g alone has nowhere to park a session; set host_budget or disk.path. It is ignored",
+            settings.idle_park_s,
+        )
+        return 0.0
+    return settings.idle_park_s
+
+
+def _tried(what: str, hook: Callable[[], None]) -> bool:
+    try:
+        hook()
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        _say_left_alone(what, f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+class RobotSessionProxy:
+    """Stands between one robot's connection and the host's serving object, whose three names it offers.
+
+    Args:
+        connection: The host's ``RobotRealtimeConnection``.
+        ends: The live sessions.
+        settings: The settings in force.
+    """
+
+    def __init__(self, connection: Any, ends: LiveSessions, settings: settings.Settings) -> None:
+        self._connection = connection
+        self._serving = connection.serving
+        self._ends = ends
+        self._switch_ends = settings.switch_ends
+        self._current: str | None = None
+        self._mine: dict[str, None] = {}
+        self._fresh = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._serving, name)
+
+    def reset(self, obs: dict[str, Any]) -> None:
+        """The robot asks for a fresh start: it goes on with none of its sessions and resumes none."""
+        self._fresh = True
+        self._mine.clear()
+        self._ends.leave(self)
+        self._serving.reset(obs)
+
+    async def infer(self, obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
+        """Take one step; ``reset`` comes as the host has it, and goes on as false where one resumes."""
+        if self._switch_ends and self._current not in (None, session_id):
+            self._forget([self._current])
+        self._current = session_id
+        self._forget_what_the_host_forgot()
+        # An id goes without saying for the rest of a connection; to resume a session it must be said.
+        named = bool(obs.get("session_id")) and session_id != DEFAULT
+        if reset and named and not self._fresh and await self._ends.resume(session_id, self):
+            reset = False
+        async with self._ends.step(session_id, self, named=named):
+            self._mine[session_id] = None
+            return await self._serving.infer(obs, session_id=session_id, reset=reset)
+
+    def leave(self) -> None:
+        """The connection is over."""
+        self._ends.leave(self, keep=True)
+
+    def _forget_what_the_host_forgot(self) -> None:
+        """End sessions that the host does not remember as this connection's: their next step starts anew."""
+        seen = getattr(self._connection, "_seen_sessions", None)
+        if seen is not None:
+            self._forget([key for key in self._mine if key not in seen])
+
+    def _forget(self, keys: Iterable[str | None]) -> None:
+        for key in keys:
+            if key is not None:
+                self._mine.pop(key, None)
+                self._ends.leave(self, only=key)
+
+
+def _hook_connection(connection: type) -> None:
+    host: Callable[[Any], Any] = connection.handle_connection  # type: ignore[attr-defined]
+    if hasattr(host, _MARK):
+        return
+
+    @functools.wraps(host)
+    async def handle_connection(self: Any) -> Any:
+        behind = getattr(self.serving, _ENDS, None)
+        if behind is None:
+            return await host(self)
+        door = self.serving = RobotSessionProxy(self, *behind)
+        try:
+            return await host(self)
+        finally:
+            door.leave()
+
+    setattr(handle_connection, _MARK, True)
+    connection.handle_connection = handle_connection  # type: ignore[attr-defined]
+
+
+def _hook_rollout(rollout: Any, policy: Any, ends: LiveSessions) -> None:
+    """The host calls ``drop_session`` at every close and reset; it looks for the model in this process."""
+    host = rollout._infer_world_model
+
+    @functools.wraps(host)
+    async def infer(obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
+        async with ends.step(session_id, rollout):
+            return await host(obs, session_id=session_id, reset=reset)
+
+    rollout._infer_world_model = infer
+    policy.drop_session = ends.end
+
+
+def _checked(name: str, instance: object = None) -> type:
+    module, _, qualname = name.rpartition(".")
+    owner: type = getattr(importlib.import_module(module), qualname)
+    if instance is not None and not isinstance(instance, owner):
+        raise TypeError(f"expected a {name}, found a {type(instance).__qualname__}")
+    seams.check(owner, seams.SERVING_SEAMS[name])
+    return owner
+
+
+def _say_left_alone(what: str, why: str) -> None:
+    log_once(
+        logging.WARNING,
+        ("serving", what),
+        "the %s is left alone, and sessions that end there stay in the worker: %s",
+        what,
+        why,
+    )

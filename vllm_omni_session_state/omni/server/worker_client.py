@@ -1,0 +1,243 @@
+"""The workers as an API server process reaches them: the remote calls that it makes about its sessions.
+
+A call about a session goes to the replica that has it. One call is under way there at a time, and what comes
+meanwhile goes together in the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.server.live_sessions import WorkersStoppedError
+from vllm_omni_session_state.omni.replicas.calls import Asked, Callee, Replicas
+
+_ENDS = ("session_state_close", "session_state_reset")
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What replicas said of one session in a call about several.
+
+    Attributes:
+        replicas: One list a replica that answered, with what each of its ranks said of this session.
+        failures: What went wrong with it, and what went wrong with the whole call somewhere.
+        refused: Whether all of these are refusals.
+    """
+
+    replicas: list[list[Mapping[str, Any]]]
+    failures: list[str]
+    refused: bool
+
+    def also(self, other: _Said) -> _Said:
+        """What these replicas said and others, too."""
+        refused = self.refused and other.refused
+        return _Said([*self.replicas, *other.replicas], [*self.failures, *other.failures], refused)
+
+    def done(self) -> _Said:
+        """The same, where nothing went wrong.
+
+        Raises:
+            SessionStateError: If it was refused.
+            RuntimeError: If it failed in another way.
+        """
+        if self.failures:
+            raise (SessionStateError if self.refused else RuntimeError)("; ".join(self.failures))
+        return self
+
+
+class _Batch:
+    """Ids that go in one call, and what came of it."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.sent: asyncio.Task[Asked] | None = None
+
+
+class WorkerClient:
+    """The workers of some stages, with all their replicas and ranks.
+
+    Args:
+        engine_client: The host's ``AsyncOmni``.
+        stage_ids: The stages.
+    """
+
+    def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
+        self._engine_client = engine_client
+        self._replicas = Replicas(engine_client, stage_ids)
+        self._open: dict[tuple[str, Callee], _Batch] = {}
+        self._deaf = False
+
+    def lost(self) -> dict[int, int]:
+        """How many sessions were lost with their replica, by its number."""
+        return self._replicas.lost()
+
+    @property
+    def attached(self) -> frozenset[int] | None:
+        """Numbers of the replicas that are there; ``None`` where the host's pools cannot be reached."""
+        return self._replicas.attached()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way, as far as the host tells: then a call delays nobody."""
+        requests = getattr(self._engine_client, "request_states", None)
+        return requests is not None and not requests
+
+    async def close(self, key: str) -> None:
+        """End a session wherever it is.
+
+        Raises:
+            SessionStateError: If a rank refused it; so for all methods here.
+            RuntimeError: If a replica or a rank did not do it; the others have.
+            WorkersStoppedError: If the server stops, and its workers with it.
+        """
+        (await self._together("session_state_close", key)).done()
+        self._replicas.forget(key)
+
+    async def park(self, key: str) -> None:
+        """Park a session wherever nobody uses it. Raises as ``close()`` does."""
+        (await self._together("session_state_park", key)).done()
+
+    async def begin_restore(self, key: str) -> None:
+        """Begin to bring a session back that is parked on the disk. Raises as ``close()`` does."""
+        (await self._together("session_state_begin_restore", key)).done()
+
+    async def expire(self, key: str) -> bool:
+        """End a session that is parked; whether it is gone everywhere. Raises as ``close()`` does."""
+        said = (await self._together("session_state_expire", key)).done()
+        return all(rank["gone"] for ranks in said.replicas for rank in ranks)
+
+    async def mark_stale(self, key: str) -> None:
+        """Mark a session stale wherever nobody uses it. Raises as ``close()`` does."""
+        (await self._together("session_state_mark_stale", key)).done()
+
+    async def tell_the_time(self) -> None:
+        """Say that sessions are going to be marked stale.
+
+        Raises:
+            RuntimeError: If a replica did not hear it; the others have.
+        """
+        asked = await self.ask("session_state_mark_stale")
+        if asked.failures and not self._deaf:
+            raise RuntimeError("; ".join(asked.failures))
+
+    async def holds(self, key: str) -> bool:
+        """Whether some replica has the session on all its ranks. Raises as ``close()`` does, if none has."""
+        said = await self._together("session_state_holds", key)
+        if any(all(rank.get("found") for rank in ranks) for ranks in said.replicas):
+            return True
+        said.done()
+        return False
+
+    async def _together(self, method: str, key: str) -> _Said:
+        """Have calls about a session made, with those about others that come meanwhile."""
+        joined = [self._join(method, callee, key) for callee in self._replicas.of(key)]
+        done = await asyncio.gather(*(asyncio.shield(sent) for _, sent in joined), return_exceptions=True)
+        all_said = _Said([], [], refused=True)
+        for (at, _), asked in zip(joined, done, strict=True):
+            if isinstance(asked, WorkersStoppedError) or (
+                isinstance(asked, BaseException) and len(done) == 1
+            ):
+                raise asked
+            if isinstance(asked, BaseException):
+                all_said = all_said.also(_Said([], [f"{type(asked).__name__}: {asked}"], refused=False))
+            else:
+                all_said = all_said.also(_said_of(at, asked))
+        return all_said
+
+    def _join(self, method: str, callee: Callee, key: str) -> tuple[int, asyncio.Task[Asked]]:
+        """Put a session into the next call to a replica: its place there, and the call."""
+        batch = self._open.get((method, callee))
+        if batch is None:
+            batch = self._open[method, callee] = _Batch()
+            batch.sent = asyncio.get_running_loop().create_task(self._send(method, callee, batch))
+        batch.keys.append(key)
+        assert batch.sent is not None, "a batch is made with its task"
+        return len(batch.keys) - 1, batch.sent
+
+    async def _send(self, method: str, callee: Callee, batch: _Batch) -> Asked:
+        async with callee.turn:
+            del self._open[method, callee]
+            if self._deaf:
+                return Asked()
+            if self._stopped:  # a replica that is being shut down would log each call as a failure
+                raise WorkersStoppedError
+            try:
+                asked = await callee.call(method, tuple(batch.keys), {"only_id": True})
+            except Exception as error:  # noqa: BLE001 - it goes on
+                raise (WorkersStoppedError() if self._stopped else error) from None
+            if asked.failures and self._stopped:
+                raise WorkersStoppedError
+            self._hear(method, asked)
+            return Asked() if self._deaf else asked
+
+    async def ask(self, method: str, *names: str, sent: asyncio.Event | None = None, **how: bool) -> Asked:
+        """Ask for what an operator wants; names are ids or as a listing shows them.
+
+        Args:
+            method: One of ``rpc.METHODS``.
+            *names: Its arguments.
+            sent: Set as soon as a call is on its way: before that a cancellation leaves nothing behind.
+            **how: Its keywords.
+        """
+        given = {name: True for name, on in how.items() if on}
+        callees = self._replicas.named(names, given) if names else self._replicas.all()
+
+        async def call(callee: Callee) -> Asked:
+            async with callee.turn:
+                if sent is not None:
+                    sent.set()
+                return Asked() if self._deaf else await callee.call(method, names, given)
+
+        asked = Asked()
+        one = len(callees) == 1  # who waits for no other needs no task of its own
+        for each in [await call(callees[0])] if one else await asyncio.gather(*map(call, callees)):
+            asked.answers.update(each.answers)
+            asked.failures.extend(each.failures)
+        for name in names if method in _ENDS else ():
+            self._replicas.forget(name)
+        if not asked.answers:
+            self._hear(method, asked)
+        return asked
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether the server stops in order; the host notes it before anything ends."""
+        return bool(getattr(self._engine_client, seams.CLIENT_STOPPED, False))
+
+    def _hear(self, method: str, asked: Asked) -> None:
+        """Note, once, that no worker has such a method: it has said why its model keeps its own state.
+
+        Each call is an error there.
+        """
+        ranks = [rank for answer in asked.answers.values() for rank in answer["ranks"]]
+        if self._deaf or any(rank["ok"] or "errors" in rank for rank in ranks):
+            return
+        failures = [*asked.failures, *(rank["error"] for rank in ranks)]
+        if failures and all(f"attribute '{method}'" in failure for failure in failures):
+            self._deaf = True
+            LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
+
+
+def _said_of(at: int, asked: Asked) -> _Said:
+    """What was said of one of the sessions of a call, by its place there."""
+    replicas: list[list[Mapping[str, Any]]] = []
+    failures, refused = [], not asked.failures
+    for answer in asked.answers.values():
+        # What is no list is said of all of them.
+        ranks: list[Mapping[str, Any]] = [
+            {what: said[at] if isinstance(said, list) else said for what, said in rank.items()}
+            for rank in answer["ranks"]
+        ]
+        replicas.append(ranks)
+        for rank in ranks:
+            wrong = rank.get("errors", None if rank["ok"] else rank)
+            if wrong is not None:
+                failures.append(f"rank {rank['rank']}: {wrong['error']}")
+                refused = refused and wrong.get("refused", False)
+    return _Said(replicas, [*failures, *asked.failures], refused)

@@ -1,0 +1,170 @@
+"""From a loaded pipeline to manager-backed session state, or to one line that says why not."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.adapters import ADAPTERS
+from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base.ids import show_in_the_clear
+
+if TYPE_CHECKING:
+    from vllm_omni_session_state.manager.consensus import AllGather
+    from vllm_omni_session_state.omni.worker.agreement import Load
+    from vllm_omni_session_state.omni.worker.budgets import Bounds
+
+_NO_FIELD = object()
+
+
+def attach(pipeline: object, od_config: object) -> None:
+    """Give a freshly loaded pipeline manager-backed session state, if the settings ask for it.
+
+    Whatever goes wrong is said in one WARNING per pipeline class, and the pipeline is left as it was
+    loaded. It never raises.
+
+    Args:
+        pipeline: What ``load_model`` returned.
+        od_config: The host's configuration that it was loaded from.
+    """
+    try:
+        _attach(pipeline, od_config)
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        name = type(pipeline).__qualname__
+        log_once(
+            logging.WARNING,
+            ("attach", name),
+            "%s keeps its own session state: %s: %s. It serves as without the plugin",
+            name,
+            type(error).__name__,
+            error,
+        )
+
+
+def _attach(pipeline: object, od_config: object) -> None:
+    known = next((name for name in map(_dotted, type(pipeline).__mro__) if name in ADAPTERS), None)
+    flag = getattr(od_config, settings.FLAG, _NO_FIELD)
+    if flag is _NO_FIELD and known is not None:
+        log_once(
+            logging.WARNING,
+            ("no field",),
+            "this vLLM-Omni's %s has no field %s: a deploy config cannot carry the flag; set %s=1 instead",
+            type(od_config).__name__,
+            settings.FLAG,
+            settings.ENV_FLAG,
+        )
+    settings, complaints = settings.resolve(
+        None if flag is _NO_FIELD else flag, os.environ, options=settings.options_of(od_config)
+    )
+    for complaint in complaints:
+        log_once(logging.WARNING, ("complaint", complaint.setting, complaint.value), "%s", complaint)
+    if not settings.enabled:
+        return
+    if known is None:
+        name = type(pipeline).__qualname__
+        log_once(logging.INFO, ("no adapter", name), "%s has no session state that this plugin knows", name)
+        return
+    _give(pipeline, od_config, known, settings)
+
+
+def _give(pipeline: object, od_config: object, known: str, settings: settings.Settings) -> None:
+    # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
+    from vllm_omni_session_state.manager.consensus import name_of  # noqa: PLC0415
+    from vllm_omni_session_state.omni.worker import agreement, budgets, ranks, runner  # noqa: PLC0415
+    from vllm_omni_session_state.omni.hooks import seams  # noqa: PLC0415
+
+    _end_earlier_loads(od_config)
+    load = agreement.Load(od_config, weakref.ref(pipeline))
+    agreement.loads.append(load)
+    exchange = None
+    try:
+        owner = next(base for base in type(pipeline).__mro__ if _dotted(base) == known)
+        seams.check(owner, seams.PIPELINE_SEAMS[known])
+        apart, exchange = ranks.apart(od_config), ranks.exchange()
+        several_ranks = exchange is not None
+        if known not in seams.RUNNER_PIPELINES:
+            exchange = None  # its sessions end with their calls: there is nothing to agree on
+        elif not runner.hook_runner() and several_ranks:
+            apart = "this vLLM-Omni's ranks cannot agree on the engine's KV pool when it is made"
+        bounds = budgets.bounds_of(settings, several_ranks=several_ranks, apart=apart)
+        _manage(pipeline, load, known, settings, bounds=bounds, exchange=None if apart else exchange)
+    except Exception as error:
+        load.patches.undo()
+        load.failed = name_of(error)
+        raise
+    finally:
+        if exchange is None:
+            load.patches.forget()  # no other rank can have it undone
+
+
+def _manage(
+    pipeline: object,
+    load: Load,
+    known: str,
+    settings: settings.Settings,
+    *,
+    bounds: Bounds,
+    exchange: AllGather | None,
+) -> None:
+    """Make the manager and attach the adapter; what has failed here, the ranks tell each other later."""
+    from vllm_omni_session_state.manager.manager import SessionStateManager  # noqa: PLC0415
+    from vllm_omni_session_state.omni.worker import budgets, rpc  # noqa: PLC0415
+    from vllm_omni_session_state.offload.host_tier import HostTier  # noqa: PLC0415
+
+    adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
+    disk, load.no_disk = budgets.disk_tier(bounds, keep=settings.keep_on_exit)
+    if load.no_disk and exchange is None:
+        budgets.say_no_disk(load.no_disk)
+    manager = SessionStateManager(
+        max_sessions=settings.max_sessions,
+        device_budget=bounds.device,
+        tier=None if bounds.host is None else HostTier(budget=bounds.host),
+        disk=disk,
+        max_parked=settings.max_parked,
+        on_lost=settings.on_lost,
+        idle_drop_s=settings.idle_drop_s,
+        exchange=exchange,
+    )
+    has_budget = bool(manager.cascade) and bounds.device is not None
+    manager.room.sizes_pool = has_budget and settings.kv_pool == "budget"
+    more = settings.max_parked, settings.on_lost, settings.kv_pool, settings.video_latents
+    load.terms = f"{settings.max_sessions} sessions, {bounds}, {more}"
+    try:
+        adapter.attach(pipeline, manager, load.patches, video_latents=settings.video_latents)
+        rpc.install()
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    load.manager = weakref.ref(manager)
+    budgets.say_too_small(manager.cascade)
+    show_in_the_clear(settings.show_ids)
+    LOGGER.info(
+        "session state manager (experimental) is on for %s: %d sessions are kept, %s",
+        type(pipeline).__qualname__,
+        settings.max_sessions,
+        bounds,
+    )
+
+
+def _end_earlier_loads(od_config: object) -> None:
+    """Drop what an earlier load from the same configuration holds: its pipeline will not serve again."""
+    from vllm_omni_session_state.omni.worker import agreement, lifecycle  # noqa: PLC0415
+
+    for load in list(agreement.loads):
+        if load.pipeline() is not None and load.od_config is not od_config:
+            continue  # another model of this process
+        agreement.loads.remove(load)
+        manager = None if load.manager is None else load.manager()
+        if manager is not None:
+            dropped = manager.drop_all()
+            lifecycle.leave_process(manager)
+            LOGGER.warning("the model was loaded again: %d sessions of the earlier load are dropped", dropped)
+
+
+def _dotted(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
