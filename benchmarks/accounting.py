@@ -1,4 +1,4 @@
-"""What it costs to know who holds which bytes: ours against the host's in-tree manager, in one process.
+"""What it costs to know who holds which bytes: ours against vLLM-Omni's in-tree manager, in one process.
 
 ``python -m benchmarks.accounting``. Both hold the same tensors, 30 values a session: 26 attributes and 4
 buffers of one. Calls take turns, so that a busy machine troubles all alike. Each figure is the median over

@@ -1,6 +1,6 @@
 """A DreamZero session at the shipped sizes, without the model: what a step does to the state, and on whose.
 
-The pipeline is the host's own class, built without its networks. Where the host's method works on the state,
+The pipeline is vLLM-Omni's own class, built without its networks. Where its method works on the state,
 it is that method which runs; a network's output is replaced by a tensor of its shape, made once before.
 The attention's K/V is not here: the AR-Diffusion engine owns it.
 """
@@ -49,11 +49,11 @@ class Inputs:
     """What the networks and the robot would hand to the state; made once, given to every contender alike.
 
     Attributes:
-        stitched: Frames of one observation each, ``(1, H, W, 3)``, as the host's transform returns them.
+        stitched: Frames of one observation each, ``(1, H, W, 3)``, as vLLM-Omni's transform returns them.
         videos: The same after preprocessing, ``(1, 3, 4, H, W)``.
         chunks: Encoder output of one latent frame each, ``(1, 32, 1, H/8, W/8)``.
         feature_map: The encoder's causal-convolution cache. Never written, so it takes no memory.
-        tokens: Two equal tensors: the host compares each step's with the last one's.
+        tokens: Two equal tensors: vLLM-Omni compares each step's with the last one's.
         prompt_embeds: ``(1, 512, 4096)``.
         clip_feas: ``(1, 257, 1280)``.
         ys: Mask and latents of the first frame, ``(1, 20, 9, H/8, W/8)``.
@@ -124,7 +124,7 @@ def make_inputs(*, steps: int, variety: int = 8) -> Inputs:
 
 
 class StatePipeline(DreamZeroPipeline):
-    """The host's pipeline without its networks: what is left works on the session's state.
+    """vLLM-Omni's pipeline without its networks: what is left works on the session's state.
 
     Args:
         inputs: What stands in for the networks' output.
@@ -172,19 +172,19 @@ class StatePipeline(DreamZeroPipeline):
 
 
 def bespoke(inputs: Inputs, clock: LapClock) -> StatePipeline:
-    """The host with its flag off: a ``DreamZeroState`` that it looks up in its own table."""
+    """vLLM-Omni with its flag off: a ``DreamZeroState`` that it looks up in its own table."""
     return StatePipeline(inputs, clock)
 
 
 def in_tree(inputs: Inputs, clock: LapClock) -> StatePipeline:
-    """The host with its flag on: its adapter over its own manager."""
+    """vLLM-Omni with its flag on: its adapter over its own manager."""
     pipeline = StatePipeline(inputs, clock)
     pipeline._memory_manager = InTreeManager()
     return pipeline
 
 
 def ours(inputs: Inputs, clock: LapClock) -> StatePipeline:
-    """The host with this plugin attached, as its loader attaches it."""
+    """vLLM-Omni with this plugin attached, as its loader attaches it."""
     pipeline = StatePipeline(inputs, clock)
     attach(pipeline, SessionStateManager(), Patches(), video_latents="keep")
     return pipeline
@@ -226,7 +226,7 @@ class Session:
         self.pipeline = self.make(self.inputs, self.clock)
 
     def step(self) -> None:
-        """One forward as the host's runner makes it: the engine's K/V bound around it."""
+        """One forward as vLLM-Omni's runner makes it: the engine's K/V bound around it."""
         self.clock.start()
         with self.pipeline.bind_ar_diffusion_state(SESSION, KV):
             self.clock.lap(BOOKS)

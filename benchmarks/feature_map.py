@@ -1,4 +1,4 @@
-"""The largest thing that a DreamZero session holds, its shapes and bytes; the host is not needed for them."""
+"""The largest thing that a DreamZero session holds, its shapes and bytes; it needs no vLLM-Omni."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def feature_map_shapes() -> Shapes:
 
 
 def filled(shapes: Shapes) -> list[torch.Tensor]:
-    """Inference tensors, as the host's are, every page of them written; the same ones at each call."""
+    """Inference tensors, as vLLM-Omni's are, every page of them written; the same ones at each call."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

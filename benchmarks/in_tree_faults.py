@@ -1,4 +1,4 @@
-"""What the host's in-tree accounting gets wrong about bytes, beside ours and beside what is right.
+"""What vLLM-Omni's in-tree accounting gets wrong about bytes, beside ours and beside what is right.
 
 ``python -m benchmarks.in_tree_faults``. Each row is one thing that a session may hold or that may happen to
 it, run on both managers in this process; a crash is shown as the exception's name. The last line is one JSON
@@ -99,7 +99,7 @@ def ours(*, max_sessions: int = 64, budget: int | None = None) -> Manager:
 
 
 def in_tree(*, max_sessions: int = 64, budget: int | None = None) -> Manager:
-    """The host's."""
+    """vLLM-Omni's."""
     from vllm_omni.experimental.world_models import session_state
 
     manager = session_state.SessionStateManager(max_sessions=max_sessions, byte_budget=budget)
@@ -210,7 +210,7 @@ def left_by_cosmos3(checkpoint: str, *, flag: bool) -> Figure:
 
     Args:
         checkpoint: Folder of a tiny checkpoint.
-        flag: With this plugin, else with the in-tree manager as the host itself would set it up.
+        flag: With this plugin, else with the in-tree manager as vLLM-Omni itself would set it up.
     """
     from omni_tiny.cosmos3 import TinyCosmos3
 

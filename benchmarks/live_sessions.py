@@ -7,12 +7,12 @@ output is compared, bit for bit, with that of the session run alone on the host'
 ``wrong``
     Outputs that differ with the plugin on and a host tier: 0 is wanted, and else the exit status is 1.
 ``wrong_without_plugin``
-    The same steps in the same order with the plugin off: the host drops its oldest session, whose next step
+    The same steps in the same order with the plugin off: vLLM-Omni drops its oldest session, whose next step
     starts from nothing.
 ``parked_mib``
     Bytes in the host tier after each step, KV and the rest.
 ``step_ms``, ``step_without_plugin_ms``, ``step_alone_ms``
-    A step on the wall: with the plugin, with the host dropping sessions, and one session at a time. The model
+    A step on the wall: with the plugin, with vLLM-Omni dropping sessions, one session at a time. The model
     is tiny, so what moving a session takes of a step says nothing of a real one; a step that starts from
     nothing does more than one that goes on.
 """
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from omni_tiny.checkpoint.dreamzero import write_dreamzero
     from omni_tiny.crowd import Crowd, differing
 
-    logging.getLogger("vllm_omni").setLevel(logging.ERROR)  # each session that the host drops is a line
+    logging.getLogger("vllm_omni").setLevel(logging.ERROR)  # each session that vLLM-Omni drops is a line
     crowd, place = Crowd(sessions=sessions, steps=steps), machine()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(write_dreamzero(folder))
@@ -101,7 +101,7 @@ class Run:
     def take(self, crowd: Crowd, model: Any, keys: Sequence[Key]) -> None:
         """Run the steps of ``keys``."""
         manager = model.pipeline._memory_manager
-        tier = None if manager is None else manager.cascade.host
+        tier = None if manager is None else manager.offloader.host
         for key in keys:
             began = time.perf_counter()
             self.outputs[key] = crowd.run(model, key)
@@ -158,7 +158,7 @@ def _outcome(crowd: Crowd, place: Machine, *, room: int, wrong: int, without: in
     table.add_column("outputs", justify="right")
     table.add_column("not those of the session alone", justify="right")
     table.add_row("the plugin, parking to host memory", str(outputs), str(wrong))
-    table.add_row("the host alone", str(outputs), str(without))
+    table.add_row("vLLM-Omni alone", str(outputs), str(without))
     return table
 
 

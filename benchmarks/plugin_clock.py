@@ -1,7 +1,7 @@
 """What the plugin's own code takes of a model's step, as CPU time of the thread.
 
 It wraps the plugin's doors for as long as it is open: whatever runs inside of one is the plugin's time, but
-for the forward inside the lease and the host's own code that a door calls.
+for the forward inside the lease and vLLM-Omni's own code that a door calls.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Client:
     """One robot: its steps, one after the other.
 
     Args:
-        engine: The host's ``AsyncOmni``.
+        engine: vLLM-Omni's ``AsyncOmni``.
         number: Of the robot.
         lasts_s: Of each step, at least.
     """
@@ -267,8 +267,8 @@ def _writing(sessions: int) -> dict[str, list[float]]:
     import torch
 
     from vllm_omni_session_state.manager.manager import SessionStateManager
-    from vllm_omni_session_state.omni.worker.publisher import Publisher
     from vllm_omni_session_state.offload.host_tier import HostTier
+    from vllm_omni_session_state.omni.worker.publisher import Publisher
 
     manager = SessionStateManager(max_sessions=sessions, tier=HostTier(budget=1 << 30))
     keys = [f"robot-{number}" for number in range(sessions)]
@@ -318,7 +318,7 @@ def _rows(path: str) -> int:
 
 
 class _Runner(SimpleNamespace):
-    """Stands where the host's runner does."""
+    """Stands where vLLM-Omni's runner does."""
 
 
 def _lease(manager: Any, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What a DreamZero session's state costs: ours, the host's own (bespoke) and its in-tree manager's.
+"""What a DreamZero session's state costs: ours, vLLM-Omni's own (bespoke) and its in-tree manager's.
 
 ``python -m benchmarks.state_ops``. One pair is one session of 400 steps by every contender, in one process
 and on one thread, interleaved step by step in every order, so that a busy machine troubles all alike.
@@ -12,9 +12,9 @@ No network runs; `benchmarks.dreamzero_session` says what does. Figures are medi
     The same with the books: ours charges a session for what it holds whenever a forward ends, in-tree counts
     when somebody asks, which nobody does here. `benchmarks.accounting` is about what that charging costs.
 ``host_only_share``
-    How much of ours is the host's own inherited code: the time of the host's ``DreamZeroState`` on plain
+    How much of ours is vLLM-Omni's own inherited code: the time of vLLM-Omni's ``DreamZeroState`` on plain
     attributes, its encoder output cut to our window off the clock, over the time of ours. Of ours the session
-    look-up is part, of the host's it is not, since it is the plugin that looks up; the books and
+    look-up is part, of vLLM-Omni's it is not, since it is the plugin that looks up; the books and
     ``quant_conv``, which is the model's, are in neither.
 
 Times are CPU time of the one thread, so that what else the machine does shows only through its caches.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_thread()
     from benchmarks.dreamzero_session import make_inputs
 
-    # Each step is logged at INFO, and at WARNING that a session of these sizes outgrows the host's 603 MiB.
+    # Each step is logged at INFO, and at WARNING that a session of these sizes outgrows vLLM-Omni's 603 MiB.
     logging.getLogger("vllm_omni").setLevel(logging.ERROR)
     inputs = make_inputs(steps=max(steps, WARM_UP))
     place = machine()

@@ -1,4 +1,4 @@
-"""Fixtures for the tests that need the host itself, and the quiet under which all of them run.
+"""Fixtures for the tests that need vLLM-Omni itself, and the quiet under which all of them run.
 
 One thread everywhere, also in child processes: one and two threads give different bits.
 """
@@ -33,11 +33,11 @@ MISSING = [name for name in ("vllm", "vllm_omni", "omni_tiny") if importlib.util
 
 
 def pytest_collection_modifyitems(items):
-    """Refuse to run where the host is not: skipping its tests would make a green run mean nothing."""
+    """Refuse to run where vLLM-Omni is not: skipping its tests would make a green run mean nothing."""
     if MISSING and any(item.get_closest_marker("host") for item in items):
         raise pytest.UsageError(
             f"{', '.join(MISSING)} cannot be found by {sys.executable}: "
-            "run `make test`, which installs the host and the test harness into .venv first"
+            "run `make test`, which installs vLLM-Omni and the test harness into .venv first"
         )
 
 
@@ -55,5 +55,5 @@ def dreamzero_checkpoint():
 
 @pytest.fixture(autouse=True)
 def _log_lines_reach_the_tests(monkeypatch):
-    """Have pytest listen at the plugin's own logger: an import of the host sets up the loggers above it."""
+    """Have pytest listen at the plugin's own logger: an import of vLLM-Omni sets up the loggers above it."""
     monkeypatch.setattr(logging.getLogger("vllm_omni.session_state"), "propagate", False)

@@ -10,30 +10,125 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.state.state_object import StateObject
-    from vllm_omni_session_state.manager.manager import SessionStateManager
-    from vllm_omni_session_state.state.buffers import LatentBuffer
-    from vllm_omni_session_state.state.paged_kv import PagedKV
-    from vllm_omni_session_state.state.session import SessionAttr, SessionState
+    from vllm_omni_session_state.base.errors import (
+        AlreadyEncodedError,
+        BadFileError,
+        BadPayloadError,
+        BudgetFixedError,
+        CannotParkError,
+        EngineOwnedError,
+        IdentityMismatchError,
+        KVOccupiedError,
+        LatentsUnreadableError,
+        MidChunkError,
+        NoRoomError,
+        NotAllocatedError,
+        NothingStagedError,
+        NotWritableError,
+        PoolFullError,
+        SeamMismatchError,
+        SessionParkedError,
+        SessionRestoreFailedError,
+        SessionStateError,
+        SessionStateLostError,
+        TierFaultError,
+        TierFullError,
+    )
+    from vllm_omni_session_state.manager.manager import (
+        SessionStateManager,
+    )
+    from vllm_omni_session_state.offload.disk_tier import (
+        DiskTier,
+    )
+    from vllm_omni_session_state.offload.host_tier import (
+        HostTier,
+    )
+    from vllm_omni_session_state.state.buffers import (
+        EncodeOnceKV,
+        LatentBuffer,
+    )
+    from vllm_omni_session_state.state.paged_kv import (
+        PagedKV,
+    )
+    from vllm_omni_session_state.state.session import (
+        Declaration,
+        SessionAttr,
+        SessionState,
+    )
+    from vllm_omni_session_state.state.state_object import (
+        StateObject,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LatentBuffer": "objects",
-    "PagedKV": "paged",
-    "SessionAttr": "session",
-    "SessionState": "session",
-    "SessionStateManager": "manager",
-    "StateObject": "contract",
+    "AlreadyEncodedError": "base.errors",
+    "BadFileError": "base.errors",
+    "BadPayloadError": "base.errors",
+    "BudgetFixedError": "base.errors",
+    "CannotParkError": "base.errors",
+    "Declaration": "state.session",
+    "DiskTier": "offload.disk_tier",
+    "EncodeOnceKV": "state.buffers",
+    "EngineOwnedError": "base.errors",
+    "HostTier": "offload.host_tier",
+    "IdentityMismatchError": "base.errors",
+    "KVOccupiedError": "base.errors",
+    "LatentBuffer": "state.buffers",
+    "LatentsUnreadableError": "base.errors",
+    "MidChunkError": "base.errors",
+    "NoRoomError": "base.errors",
+    "NotAllocatedError": "base.errors",
+    "NotWritableError": "base.errors",
+    "NothingStagedError": "base.errors",
+    "PagedKV": "state.paged_kv",
+    "PoolFullError": "base.errors",
+    "SeamMismatchError": "base.errors",
+    "SessionAttr": "state.session",
+    "SessionParkedError": "base.errors",
+    "SessionRestoreFailedError": "base.errors",
+    "SessionState": "state.session",
+    "SessionStateError": "base.errors",
+    "SessionStateLostError": "base.errors",
+    "SessionStateManager": "manager.manager",
+    "StateObject": "state.state_object",
+    "TierFaultError": "base.errors",
+    "TierFullError": "base.errors",
 }
 
 __all__ = [
+    "AlreadyEncodedError",
+    "BadFileError",
+    "BadPayloadError",
+    "BudgetFixedError",
+    "CannotParkError",
+    "Declaration",
+    "DiskTier",
+    "EncodeOnceKV",
+    "EngineOwnedError",
+    "HostTier",
+    "IdentityMismatchError",
+    "KVOccupiedError",
     "LatentBuffer",
+    "LatentsUnreadableError",
+    "MidChunkError",
+    "NoRoomError",
+    "NotAllocatedError",
+    "NotWritableError",
+    "NothingStagedError",
     "PagedKV",
+    "PoolFullError",
+    "SeamMismatchError",
     "SessionAttr",
+    "SessionParkedError",
+    "SessionRestoreFailedError",
     "SessionState",
+    "SessionStateError",
+    "SessionStateLostError",
     "SessionStateManager",
     "StateObject",
+    "TierFaultError",
+    "TierFullError",
     "__version__",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Hook the host's loader and API server. Idempotent; imports neither vLLM nor torch; never raises."""
+    """Hook vLLM-Omni's loader and API server. Idempotent; imports neither vLLM nor torch; never raises."""
     try:
         # Imported here: an import error must not escape.
         from vllm_omni_session_state.base import ids  # noqa: PLC0415
@@ -14,7 +14,7 @@ def register() -> None:
         ids.export_key()  # whatever the flag says: the workers inherit it, and no config is read yet
         loader.install()
         hooks.install()
-    except Exception as error:  # noqa: BLE001 - raising here would end the host's process
+    except Exception as error:  # noqa: BLE001 - raising here would end vLLM-Omni's process
         import logging  # noqa: PLC0415
 
         logging.getLogger("vllm_omni.session_state").warning(

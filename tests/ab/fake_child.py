@@ -16,10 +16,10 @@ from pathlib import Path
 import made
 import numpy as np
 
-from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS
-from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
 from vllm_omni_session_state.ab.runs.event_channel import end_with_reader, reporting
+from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
+from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
 
 
 def main():
@@ -36,7 +36,7 @@ def main():
     who, _, wanted = os.environ.get("AB_FAKE", "").partition(" ")
     does = wanted if who == ("on" if flag == "1" else "off") else ""
     print(
-        "noise of the host",
+        "noise of vLLM-Omni",
         flag,
         *(os.environ[name] for name in THREADS),
         os.environ.get(f"{FLAG}_MAX_SESSIONS"),

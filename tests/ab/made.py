@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_omni_session_state.ab.workload.requests import numbered
 from vllm_omni_session_state.ab.compare.comparison import Comparison, compare, file_of
+from vllm_omni_session_state.ab.compare.tensor_file import NAMES, Kind, write_tensors
 from vllm_omni_session_state.ab.report.result import Result, Run, Step
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
-from vllm_omni_session_state.ab.compare.tensor_file import NAMES, Kind, write_tensors
+from vllm_omni_session_state.ab.workload.requests import numbered
 
 DTYPES = {name: dtype for name, dtype in NAMES.items() if hasattr(np, dtype)}
 """Those that NumPy has, ``C64`` among them."""

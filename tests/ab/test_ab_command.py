@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_session_state.ab import command
-from vllm_omni_session_state.ab.workload.requests import numbered
 from vllm_omni_session_state.ab.runs.subprocess import FLAG
-from vllm_omni_session_state.ab.workload.trace import write_recording
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
+from vllm_omni_session_state.ab.workload.requests import numbered
+from vllm_omni_session_state.ab.workload.trace import write_recording
 from vllm_omni_session_state.cli.main import main
 
 HERE = Path(__file__).parent
@@ -54,8 +54,8 @@ def test_an_equal_run_exits_with_0_and_leaves_its_report(ab, tmp_path, monkeypat
     assert found["status"] == 0
     assert found["about"]["environment"][f"{FLAG}_MAX_SESSIONS"] == "3"
     assert "a secret" not in (tmp_path / "x/ab.json").read_text() + (tmp_path / "x/ab.html").read_text()
-    assert (tmp_path / "x/off.log").read_text() == "noise of the host 0 2 2 2 3\n", "all else is as it was"
-    assert (tmp_path / "x/on.log").read_text() == "noise of the host 1 2 2 2 3\n"
+    assert (tmp_path / "x/off.log").read_text() == "noise of vLLM-Omni 0 2 2 2 3\n", "all else is as it was"
+    assert (tmp_path / "x/on.log").read_text() == "noise of vLLM-Omni 1 2 2 2 3\n"
     assert all(sign.isprintable() or sign == "\n" for sign in out)
     assert re.search(r"0:\d\d  flag on: serving \(about \d+:\d\d left\)", out)
 

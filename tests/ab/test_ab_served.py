@@ -23,8 +23,8 @@ import pytest
 import yaml
 from profiles import LONG
 
-from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL
 from vllm_omni_session_state.ab.compare.states import state_file
+from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL
 
 pytestmark = pytest.mark.host
 
@@ -47,7 +47,7 @@ OUTPUTS = {
 """The same of the first difference of an output; the others change none."""
 
 REFUSED = {"drop_that_forgets": "session 2, step 4 (open the drawer)"}
-"""Mutant with which the host fails in the end: the step that is named, too."""
+"""Mutant with which vLLM-Omni fails in the end: the step that is named, too."""
 
 EQUAL_ALL_THE_SAME = {
     "mutants:buffer_setter_shares_the_callers_list": "the model's own path shares it, too",

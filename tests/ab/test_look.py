@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionState, SessionStateManager
-from vllm_omni_session_state.ab.runs.child import Stage, _last_looks, served_in
 from vllm_omni_session_state.ab.compare.comparison import PER_STEP, compare
+from vllm_omni_session_state.ab.compare.states import compare_state, state_file, write_state
+from vllm_omni_session_state.ab.runs.child import Stage, _last_looks, served_in
 from vllm_omni_session_state.ab.runs.worker_probe import ProbedWorker
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
-from vllm_omni_session_state.ab.compare.states import compare_state, state_file, write_state
 from vllm_omni_session_state.adapters.dreamzero import view_of
-from vllm_omni_session_state.base.log import LOGGER, MOST_HEARD
 from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.log import LOGGER, MOST_HEARD
 from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host
@@ -33,14 +33,14 @@ WINDOW = 2
 
 
 class FakeWorker:
-    """Stands in for the host's worker: it has a pipeline, and no device and no weights."""
+    """Stands in for vLLM-Omni's worker: it has a pipeline, and no device and no weights."""
 
     def __init__(self, pipeline):
         self.model_runner = SimpleNamespace(pipeline=pipeline)
 
 
 class Worker(ProbedWorker, FakeWorker):
-    """As the host makes one of the two."""
+    """As vLLM-Omni makes one of the two."""
 
 
 class Both:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from profiles import sized
 from safetensors.numpy import load_file, save_file
 
-from vllm_omni_session_state.ab.workload.requests import COSMOS3, DREAMZERO, numbered
-from vllm_omni_session_state.ab.workload.cosmos3 import Clips
-from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
-from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.ab.compare.tensor_file import DOCUMENT, DamagedFileError, TensorFile
+from vllm_omni_session_state.ab.workload.cosmos3 import Clips
+from vllm_omni_session_state.ab.workload.dreamzero import Robots
+from vllm_omni_session_state.ab.workload.requests import COSMOS3, DREAMZERO, numbered
+from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
 
 DTYPES = ("bool", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64")
 

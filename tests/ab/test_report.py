@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL, Run, Step
-from vllm_omni_session_state.ab.report.page import STYLE, page
-from vllm_omni_session_state.ab.report.plots import COLOURS, Line, bytes_plot, bytes_text, seconds_plot, seconds_text
 from vllm_omni_session_state.ab.command import verdict
+from vllm_omni_session_state.ab.report.page import STYLE, page
+from vllm_omni_session_state.ab.report.plots import (
+    COLOURS,
+    Line,
+    bytes_plot,
+    bytes_text,
+    seconds_plot,
+    seconds_text,
+)
+from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL, Run, Step
 
 VOID = {"meta", "br", "line", "polyline", "circle"}
 FETCHES = re.compile(

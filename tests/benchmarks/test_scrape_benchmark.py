@@ -10,8 +10,8 @@ import pytest
 from profiles import LONG
 
 from benchmarks import scrape
-from vllm_omni_session_state.omni.worker import publisher
 from vllm_omni_session_state.omni.stats_file import place
+from vllm_omni_session_state.omni.worker import publisher
 
 ROOT = Path(__file__).parents[2]
 

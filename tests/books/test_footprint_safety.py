@@ -20,7 +20,7 @@ from vllm_omni_session_state.accounting.footprint import footprint, owned_region
 
 
 class Pipeline:
-    """Stands for the host's pipeline: an instance that leads to all the weights there are."""
+    """Stands for vLLM-Omni's pipeline: an instance that leads to all the weights there are."""
 
     def __init__(self):
         self.transformer = torch.nn.Linear(64, 64)

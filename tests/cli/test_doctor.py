@@ -1,6 +1,6 @@
 """`doctor` as a user runs it: a process of its own, its exit status and its words.
 
-What cannot be had from one environment is a fake and says so: a Python that does not find the host, a host
+What cannot be had from one environment is a fake and says so: a Python that does not find vLLM-Omni, a host
 with a changed method. Where all is right it is run as it is installed; further runs on the host are forked
 from one process that has imported it (`warm.py`).
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_session_state.cli import doctor, main
 from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.cli import doctor, main
 from vllm_omni_session_state.omni import compat
+from vllm_omni_session_state.omni.hooks import seams
 
 COMMAND = ("-m", "vllm_omni_session_state.cli")
 WITHOUT = """
@@ -169,7 +169,7 @@ def test_where_one_seam_is_changed_it_names_it_with_what_follows_and_leaves_with
 def test_where_the_host_is_missing_it_could_not_look_and_leaves_with_2():
     status, out, err = run("doctor", start=without("vllm", "vllm_omni"))
     assert (status, err) == (2, "")
-    assert f"the host is not there: vllm, vllm_omni cannot be found by {sys.executable}." in words(out)
+    assert f"vLLM-Omni is not there: vllm, vllm_omni cannot be found by {sys.executable}." in words(out)
     assert "This was tested with vllm 0.30.0, vllm_omni 0.30.0" in words(out)
     assert words(out).endswith("Not everything could be looked at.")
     assert "Seams" not in out
@@ -183,8 +183,8 @@ def test_where_the_host_is_missing_a_script_is_told_the_same(tmp_path):
     found = json.loads(out)
     assert (status, found["status"], found["seams"]) == (2, 2, [])
     assert [why.partition(":")[0] for why in found["unseen"]] == [
-        "the host is not there",
-        f"without the host {file} cannot be read",
+        "vLLM-Omni is not there",
+        f"without vLLM-Omni {file} cannot be read",
     ]
 
 
@@ -227,7 +227,7 @@ def test_a_host_that_cannot_be_imported_could_not_be_looked_at(examined, monkeyp
     monkeypatch.setattr(compat, "import_host", lambda: "ImportError: libcudart.so.12")
     report = examined()
     assert report.status == 2
-    assert report.unseen == ["the host cannot be imported: ImportError: libcudart.so.12"]
+    assert report.unseen == ["vLLM-Omni cannot be imported: ImportError: libcudart.so.12"]
 
 
 @pytest.mark.parametrize("named", ["", "other", "other, session_state"])

@@ -1,7 +1,7 @@
-"""Runs of the command in processes that are forked from one which has imported the host already.
+"""Runs of the command in processes that are forked from one which has imported vLLM-Omni already.
 
 ``python warm.py`` reads jobs as JSON from its standard input and writes what came of each. A job has the
-``arguments`` and the ``environ`` of one run; ``change`` gives one of the host's methods another signature.
+``arguments`` and the ``environ`` of one run; ``change`` gives one of vLLM-Omni's methods another signature.
 """
 
 from __future__ import annotations

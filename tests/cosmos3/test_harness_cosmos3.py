@@ -1,6 +1,6 @@
 """The tiny Cosmos3 is fit to compare with: every kind runs, repeats itself, and depends on what it is given.
 
-Covers the harness and what the host does alone, without any plugin.
+Covers the harness and what vLLM-Omni does alone, without any plugin.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_transfer_runs_in_one_chunk_and_in_two(tiny_cosmos3, kind, frames):
 
 
 def host_alone(rank, checkpoint):
-    """Ask the host without any plugin: which manager it has by flag and environment, what transfer says."""
+    """Ask vLLM-Omni without any plugin: which manager it has by flag and environment, what transfer says."""
     os.environ["VLLM_PLUGINS"] = "omni_tiny_cpu,omni_tiny"
     os.environ[FLAG_VARIABLE] = "1"
     with TinyCosmos3(checkpoint, flag=False) as off, TinyCosmos3(checkpoint, flag=True) as on:
@@ -101,7 +101,7 @@ def host_alone(rank, checkpoint):
     return has, same, refusal
 
 
-@pytest.mark.skipif(not LONG, reason="what the host does without the plugin: part of the long run")
+@pytest.mark.skipif(not LONG, reason="what vLLM-Omni does without the plugin: part of the long run")
 def test_the_host_alone_has_a_manager_by_flag_and_by_environment_and_refuses_transfer_with_it(
     cosmos3_checkpoint,
 ):
@@ -152,7 +152,7 @@ def test_a_diffuse_call_gives_what_the_whole_request_decodes(tiny_cosmos3, guida
 
 
 def test_step_interleaving_would_notice_a_mix_up(tiny_cosmos3):
-    """Without guidance and with the flag off, the host keeps one K/V on the transformer for both."""
+    """Without guidance and with the flag off, vLLM-Omni keeps one K/V on the transformer for both."""
     tiny = tiny_cosmos3("regular")
     words = [{"prompt": "a red cube"}, {"prompt": "a ball in the rain", "seed": 5}]
     alone = [tiny.diffuse(tiny.diffuse_call("a", guidance=1.0, **word)) for word in words]

@@ -14,8 +14,8 @@ from omni_tiny.cosmos3_requests import SERVES
 from omni_tiny.ranks import run_in_ranks
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.adapters.cosmos3 import BRANCHES, Cosmos3State
 from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.adapters.cosmos3 import BRANCHES, Cosmos3State
 
 pytestmark = pytest.mark.host
 
@@ -228,7 +228,7 @@ def test_a_reset_cache_that_fails_does_not_cost_the_request(on, monkeypatch, cap
     monkeypatch.setattr(type(on.pipeline.transformer), "reset_cache", None)
     call = on.diffuse_call
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"), pytest.raises(TypeError):
-        on.diffuse(call("a"))  # the host's own call at the start of the loop fails first
+        on.diffuse(call("a"))  # vLLM-Omni's own call at the start of the loop fails first
     monkeypatch.undo()
     assert [record for record in caplog.records if "reset_cache() failed" in record.getMessage()]
     on.pipeline.transformer.reset_cache()

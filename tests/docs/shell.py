@@ -18,9 +18,9 @@ from pages import PROJECT
 from travel import serve_arguments
 from vocabulary import OTHERS, VARIABLES
 
-from vllm_omni_session_state.cli.main import _parser
-from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS, resolve
 from vllm_omni_session_state.base.ids import ENV_KEY
+from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS, resolve
+from vllm_omni_session_state.cli.main import _parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable

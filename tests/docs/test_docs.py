@@ -69,7 +69,7 @@ def test_every_text_block_is_the_output_of_the_python_block_before_it(page):
 
 
 def python_pages():
-    """Pages with Python, and whether it needs the host."""
+    """Pages with Python, and whether it needs vLLM-Omni."""
     for page in PAGES:
         code = "".join(block.text for block in pages.blocks(page) if block.language == "python")
         if code:
@@ -92,7 +92,7 @@ def test_the_python_of_a_page_runs_and_says_what_the_page_says(page, tmp_path, m
 
 def run_python(block: Block, names: dict[str, object]) -> str:
     output = io.StringIO()
-    names["print"] = functools.partial(print, file=output)  # not what the host logs meanwhile
+    names["print"] = functools.partial(print, file=output)  # not what vLLM-Omni logs meanwhile
     exec(compile("\n" * block.line + block.text, str(block.page), "exec"), names)
     return output.getvalue()
 
@@ -139,7 +139,7 @@ def test_an_unknown_command_a_wrong_target_and_a_wrong_setting_are_caught():
 
 @pytest.fixture(scope="module")
 def dreamzero(tmp_path_factory):
-    """A DreamZero's folder without weights: all that the host's configuration reads."""
+    """A DreamZero's folder without weights: all that vLLM-Omni's configuration reads."""
     from omni_tiny.checkpoint.dreamzero import _write_configs, _write_tokenizer
 
     folder = tmp_path_factory.mktemp("dreamzero")
@@ -163,9 +163,9 @@ def test_the_flag_in_a_yaml_arrives_in_the_workers_configuration(block, dreamzer
     file.write_text(block.text)
     arrived = travel.worker_config(model, deploy_config=str(file))
     assert getattr(arrived, FLAG) is True
-    settings, complaints = settings.resolve(None, {}, options=settings.options_of(arrived))
+    resolved, complaints = settings.resolve(None, {}, options=settings.options_of(arrived))
     assert complaints == ()
-    assert (settings == settings.Settings()) is ("session_state:" not in block.text)
+    assert (resolved == settings.Settings()) is ("session_state:" not in block.text)
     without = "".join(line for line in block.text.splitlines(keepends=True) if FLAG not in line)
     assert without != block.text
     file.write_text(without)

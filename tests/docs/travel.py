@@ -1,6 +1,6 @@
 """How a setting travels: from what an operator writes to the configuration that a worker is given.
 
-Every step is the host's own: its command line, its deploy YAML, its resolver, its stage configuration.
+Every step is vLLM-Omni's own: its command line, its deploy YAML, its resolver, its stage configuration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def worker_config(model: Path, **written: Any) -> Any:
         **written: Keyword arguments as ``Omni(model, ...)`` takes them.
 
     Raises:
-        ValueError: The host refuses what is written.
+        ValueError: vLLM-Omni refuses what is written.
     """
     from vllm_omni.config.resolver import resolve_omni_config
     from vllm_omni.engine import stage_init_utils as stages
@@ -55,7 +55,7 @@ def worker_config(model: Path, **written: Any) -> Any:
 
 
 class CommandRefusedError(Exception):
-    """The host's command line does not take it; the message is the host's."""
+    """vLLM-Omni's command line does not take it; the message is vLLM-Omni's."""
 
 
 def serve_arguments(arguments: list[str]) -> dict[str, Any]:

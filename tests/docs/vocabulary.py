@@ -1,4 +1,4 @@
-"""The names that exist: in this project, in the parts of the host that the pages speak of, and in Python.
+"""The names that exist: in this project, in the parts of vLLM-Omni that the pages speak of, and in Python.
 
 A name in backticks that looks like code must be one of them.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 from pages import PROJECT
 
 from vllm_omni_session_state.base import settings
-from vllm_omni_session_state.base.settings import ENV_FLAG
 from vllm_omni_session_state.base.ids import ENV_KEY
+from vllm_omni_session_state.base.settings import ENV_FLAG
 
 PACKAGE = PROJECT / "vllm_omni_session_state"
 HOST_FILES = (
@@ -82,7 +82,7 @@ def _of(node: ast.AST) -> list[str]:
 
 @functools.cache
 def hosts() -> frozenset[str]:
-    """Every identifier in the host's files that the pages speak of."""
+    """Every identifier in vLLM-Omni's files that the pages speak of."""
     spec = importlib.util.find_spec("vllm_omni")
     assert spec is not None
     assert spec.origin is not None
@@ -110,7 +110,7 @@ LEFT = frozenset({"off/", "on/"})
 
 
 def _known(word: str) -> bool:
-    field = re.sub(r"^stage_\d+_", "", word)  # how the host spells a stage's field as a keyword argument
+    field = re.sub(r"^stage_\d+_", "", word)  # how vLLM-Omni spells a stage's field as a keyword argument
     known = (ours(), hosts(), OTHERS, VARIABLES, NONSENSE, MONITORING)
     return any(field in names for names in known) or hasattr(builtins, field)
 

@@ -35,7 +35,7 @@ def pair(bespoke, managed):
 
 @pytest.fixture
 def host_state():
-    """The host's own state class."""
+    """vLLM-Omni's own state class."""
     from vllm_omni.diffusion.models.dreamzero.state_dreamzero import DreamZeroState
 
     return DreamZeroState

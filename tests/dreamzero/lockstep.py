@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from omni_tiny.inproc import TinyDreamZero
 
-from vllm_omni_session_state.adapters.dreamzero import view_of
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
+from vllm_omni_session_state.adapters.dreamzero import view_of
 
 FEW_FRAMES = "vae_encoder_out"
 """The one field of which the managed side keeps only the end, and of how much."""
@@ -23,7 +23,9 @@ FEW_FRAMES = "vae_encoder_out"
 
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two values are equal in kind, shape and every bit."""
-    kinds = {list if type(value) is AppendTrackedList else type(value) for value in (a, b)}  # a list in every way
+    kinds = {
+        list if type(value) is AppendTrackedList else type(value) for value in (a, b)
+    }  # a list in every way
     if len(kinds) > 1:
         return False
     if isinstance(a, torch.Tensor):

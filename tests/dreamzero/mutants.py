@@ -11,9 +11,9 @@ from unittest import mock
 
 from vllm_omni_session_state import SessionAttr, SessionState, SessionStateManager
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.state.buffers import LatentBuffer
 from vllm_omni_session_state.omni.hooks import loader
 from vllm_omni_session_state.plugin import register
+from vllm_omni_session_state.state.buffers import LatentBuffer
 
 
 def patched(owner: Any, name: str, value: Any) -> Any:

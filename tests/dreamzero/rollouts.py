@@ -40,8 +40,8 @@ class Rollouts:
     @property
     def disk_nbytes(self):
         nbytes = self.manager.stats()["spilled_nbytes"]
-        assert nbytes == self.manager.cascade.spiller._tier.nbytes
-        self.manager.cascade.spiller._tier.check()
+        assert nbytes == self.manager.offloader.spiller._tier.nbytes
+        self.manager.offloader.spiller._tier.check()
         return nbytes
 
     def buffer(self, session="a"):
@@ -81,7 +81,7 @@ def loaded(checkpoint, folder, *, steps=2, **settings):
         num_inference_steps=steps,
         model_config={"session_state": options},
     ) as model:
-        disk = model.pipeline._memory_manager.cascade.spiller._tier
+        disk = model.pipeline._memory_manager.offloader.spiller._tier
         try:
             yield model
         finally:

@@ -13,9 +13,9 @@ import torch
 from lockstep import broken_diffuse
 
 from vllm_omni_session_state import SessionStateManager
+from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.adapters.dreamzero import DECLARED, HOST_MODULE, OUTSIDE
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.accounting.footprint import footprint
 
 pytestmark = pytest.mark.host
 
@@ -161,7 +161,7 @@ def test_every_end_returns_every_figure_but_outside_to_nothing(driver, end):
 
 
 def test_a_session_that_left_the_table_is_counted_for_as_long_as_somebody_holds_it(driver, monkeypatch):
-    monkeypatch.setattr(driver.manager.room, "max_sessions", 1)
+    monkeypatch.setattr(driver.manager.capacity, "max_sessions", 1)
     driver.steps("a", 2)
     held = driver.manager.peek("a")
     driver.step("b", frames=1)

@@ -13,9 +13,9 @@ from lockstep import Lockstep
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.dreamzero import view_of
 from vllm_omni_session_state.adapters.video_latents import Policy
-from vllm_omni_session_state.plugin import register
-from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.plugin import register
 
 pytestmark = pytest.mark.host
 

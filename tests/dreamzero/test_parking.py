@@ -10,11 +10,17 @@ import torch
 from omni_tiny.inproc import TinyDreamZero
 from profiles import LONG
 
-from vllm_omni_session_state.base.errors import NoRoomError, SessionParkedError, SessionRestoreFailedError, SessionStateLostError, TierFaultError
+from vllm_omni_session_state.base.errors import (
+    NoRoomError,
+    SessionParkedError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+    TierFaultError,
+)
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.omni.worker import engine_kv
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.worker import engine_kv
 
 pytestmark = pytest.mark.host
 
@@ -92,7 +98,7 @@ def differing(alone, outputs):
 def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, model):
     manager = model.pipeline._memory_manager
     budget = 2 * one_session_nbytes(model) + 1000
-    manager.room.device_budget, manager.cascade.host = budget, HostTier(budget=1 << 30)
+    manager.capacity.device_budget, manager.offloader.host = budget, HostTier(budget=1 << 30)
     outputs = interleaved(model)
     assert len(outputs) == 12 * ROUNDS
     assert differing(alone, outputs) == []
@@ -103,7 +109,7 @@ def test_twelve_sessions_on_a_device_budget_for_two_are_each_as_if_alone(alone, 
     assert not [name for name in stats if name.startswith("lost:")]
     for session in SESSIONS:
         model.close(session)
-    assert manager.cascade.host.nbytes == 0
+    assert manager.offloader.host.nbytes == 0
     assert manager.stats()["total_nbytes"] == 0
 
 
@@ -113,8 +119,11 @@ def test_twelve_sessions_two_on_the_device_four_in_host_memory_and_the_rest_on_t
     manager = model.pipeline._memory_manager
     nbytes = one_session_nbytes(model)
     kv_nbytes = engine_kv.most_nbytes(model.runner.kv_cache)
-    disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
-    manager.cascade.host, manager.room.device_budget = HostTier(budget=5 * (nbytes + kv_nbytes)), 2 * nbytes
+    disk = manager.offloader.disk = DiskTier(tmp_path, budget=1 << 30)
+    manager.offloader.host, manager.capacity.device_budget = (
+        HostTier(budget=5 * (nbytes + kv_nbytes)),
+        2 * nbytes,
+    )
     places = []
 
     def look():
@@ -130,7 +139,10 @@ def test_twelve_sessions_two_on_the_device_four_in_host_memory_and_the_rest_on_t
     for session in SESSIONS:
         model.close(session)
     assert (
-        manager.stats()["total_nbytes"] == manager.stats()["disk_nbytes"] == manager.cascade.host.nbytes == 0
+        manager.stats()["total_nbytes"]
+        == manager.stats()["disk_nbytes"]
+        == manager.offloader.host.nbytes
+        == 0
     )
     assert list(Path(disk.folder).iterdir()) == []
     disk.close()
@@ -139,8 +151,8 @@ def test_twelve_sessions_two_on_the_device_four_in_host_memory_and_the_rest_on_t
 @pytest.mark.parametrize("where", ["put", "get"])
 def test_a_disk_that_fails_every_other_time_costs_no_bit(alone, model, monkeypatch, tmp_path, where):
     manager = model.pipeline._memory_manager
-    disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
-    manager.room.device_budget = 500_000
+    disk = manager.offloader.disk = DiskTier(tmp_path, budget=1 << 30)
+    manager.capacity.device_budget = 500_000
     call, asked = getattr(DiskTier, where), []
 
     def fails_every_other_time(self, *args, **kwargs):
@@ -159,7 +171,7 @@ def test_a_disk_that_fails_every_other_time_costs_no_bit(alone, model, monkeypat
 
 def test_decode_of_a_session_on_the_disk_is_exact_and_its_latents_cost_no_memory_there(model, tmp_path):
     manager = model.pipeline._memory_manager
-    disk = manager.cascade.disk = DiskTier(tmp_path, budget=1 << 30)
+    disk = manager.offloader.disk = DiskTier(tmp_path, budget=1 << 30)
     for round_ in range(3):
         step(model, SESSIONS[0], round_)
     decoded = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])
@@ -173,7 +185,7 @@ def test_decode_of_a_session_on_the_disk_is_exact_and_its_latents_cost_no_memory
 
 def test_a_cap_of_two_parks_instead_of_dropping_where_there_is_a_tier(alone, model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.cascade.host = 2, HostTier(budget=1 << 30)
+    manager.capacity.max_sessions, manager.offloader.host = 2, HostTier(budget=1 << 30)
     outputs = interleaved(model)
     assert differing(alone, outputs) == []
     assert manager.stats()["evictions"] == 0
@@ -182,7 +194,7 @@ def test_a_cap_of_two_parks_instead_of_dropping_where_there_is_a_tier(alone, mod
 
 def test_a_cap_of_two_without_a_tier_loses_rollouts_and_says_so(alone, model, caplog):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions = 2
+    manager.capacity.max_sessions = 2
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         outputs = interleaved(model)
     assert len(differing(alone, outputs)) > 6 * (ROUNDS - 1)
@@ -197,7 +209,7 @@ def test_a_fault_at_every_park_and_restore_costs_no_bit(alone, model, monkeypatc
     """Every call of the tier fails once: a step whose restore failed is sent again and is exact."""
     forget_said()
     manager = model.pipeline._memory_manager
-    manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=1 << 30)
+    manager.capacity.device_budget, manager.offloader.host = 500_000, HostTier(budget=1 << 30)
     call, broken = getattr(HostTier, where), []
 
     def fails_every_other_time(self, *args, **kwargs):
@@ -243,7 +255,7 @@ def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_say
             asked.append(1)
             raise OSError(5, "Input/output error")
 
-    manager.cascade.host, manager.room.max_sessions = Broken(budget=1 << 30), 3
+    manager.offloader.host, manager.capacity.max_sessions = Broken(budget=1 << 30), 3
     outputs = {}
     for session in SESSIONS[:5]:
         asked.clear()
@@ -260,8 +272,8 @@ def test_with_every_park_failing_no_call_loops_and_warn_loses_the_oldest_and_say
 def test_with_every_park_failing_nothing_is_lost_and_the_overrun_is_said_once(alone, model, caplog):
     forget_said()
     manager = model.pipeline._memory_manager
-    manager.room.device_budget, manager.cascade.host = 500_000, HostTier(budget=0)
-    manager.room.eviction.on_lost = "error"
+    manager.capacity.device_budget, manager.offloader.host = 500_000, HostTier(budget=0)
+    manager.capacity.eviction.on_lost = "error"
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         outputs = {(SESSIONS[0], round_): step(model, SESSIONS[0], round_) for round_ in range(3)}
         with pytest.raises(NoRoomError, match="no room for a new session: the host tier has 0 bytes left"):
@@ -276,7 +288,7 @@ def test_a_session_that_the_runner_evicts_is_counted_and_with_error_it_does_not_
 ):
     with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=2) as model:
         manager = model.pipeline._memory_manager
-        manager.room.eviction.on_lost = "error"
+        manager.capacity.eviction.on_lost = "error"
         for session in SESSIONS[:3]:
             step(model, session, 0)
         assert manager.stats()["lost:kv_eviction"] == 1
@@ -288,7 +300,7 @@ def test_a_session_that_the_runner_evicts_is_counted_and_with_error_it_does_not_
 
 def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
+    manager.capacity.max_sessions, manager.offloader.host = 1, HostTier(budget=1 << 30)
     step(model, SESSIONS[0], 0)
     view = model.pipeline.state
     step(model, SESSIONS[1], 0)
@@ -302,7 +314,7 @@ def test_the_state_of_a_parked_session_cannot_be_touched_without_a_lease(model):
 
 def test_decode_brings_a_parked_session_back_and_is_exact(alone, model):
     manager = model.pipeline._memory_manager
-    manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
+    manager.capacity.max_sessions, manager.offloader.host = 1, HostTier(budget=1 << 30)
     for round_ in range(3):
         step(model, SESSIONS[0], round_)
     decoded = model.pipeline.decode_accumulated_video_latents(SESSIONS[0])

@@ -124,7 +124,7 @@ def in_rank(rank, checkpoint, steps):
         seen["timeout"] = str(group._get_backend(torch.device("cpu")).options._timeout)
         cache, manager = model.runner.kv_cache, model.pipeline._memory_manager
         seen["fallen back"] = cache.session_capacity, cache.model_owned_state_bytes_per_session > 0
-        seen["agreed"] = model.capacity, manager.room.pool.places
+        seen["agreed"] = model.capacity, manager.capacity.pool.places
 
         def step(session):
             try:
@@ -134,7 +134,7 @@ def in_rank(rank, checkpoint, steps):
 
         for session in "ab":
             step(session)
-        host, exact = manager.cascade.host, manager.cascade.host.get
+        host, exact = manager.offloader.host, manager.offloader.host.get
 
         def get(parcel):
             raise OSError(5, "Input/output error")
@@ -178,7 +178,7 @@ def test_two_gloo_ranks_with_unequal_pools_serve_alike_and_a_fault_of_one_is_the
         )
     assert share.low <= 0.02
     assert (first.pop("fallen back"), second.pop("fallen back")) == ((3, True), (1, True)), (
-        "the host's own plan"
+        "vLLM-Omni's own plan"
     )
     assert (first.pop("there"), second.pop("there")) == (["a", "b"], ["b"]), "the other rank has it"
     assert first == second

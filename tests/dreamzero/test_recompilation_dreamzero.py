@@ -1,7 +1,7 @@
 """The compiled transformer of the real host does not notice that sessions were parked in between.
 
-The host compiles on platforms that have a code generator, and the CPU of these tests has none. So what the
-host compiles is compiled here in the host's way, by a backend that counts and runs the graph as it is: each
+vLLM-Omni compiles on platforms that have a code generator, and the CPU of these tests has none. So what the
+host compiles is compiled here in vLLM-Omni's way, by a backend that counts and runs the graph as it is: each
 block. Beside it the two layers before them, which are handed the session's own tensors.
 """
 
@@ -33,7 +33,7 @@ class Run:
         with TinyDreamZero(checkpoint, flag=True, capacity=len(SESSIONS)) as model:
             manager = model.pipeline._memory_manager
             if parking:
-                manager.room.max_sessions, manager.cascade.host = 1, HostTier(budget=1 << 30)
+                manager.capacity.max_sessions, manager.offloader.host = 1, HostTier(budget=1 << 30)
             backend = CountingBackend()
             transformer = model.pipeline.transformer
             for layer in (*transformer.blocks, transformer.img_emb, transformer.text_embedding):

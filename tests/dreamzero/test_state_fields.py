@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionAttr, SessionStateManager
+from vllm_omni_session_state.accounting.release import Watch
 from vllm_omni_session_state.adapters.dreamzero import view_class, view_of
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.accounting.release import Watch
 
 pytestmark = pytest.mark.host
 

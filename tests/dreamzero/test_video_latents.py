@@ -16,15 +16,15 @@ from profiles import LONG, count
 from rollouts import Rollouts, loaded
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.adapters import video_latents
 from vllm_omni_session_state.adapters.video_latents import FIELD, policy_of
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.losses import Reason
-from vllm_omni_session_state.offload.spill import SEGMENT
+from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.file_system import System
+from vllm_omni_session_state.offload.spill import SEGMENT
 
 pytestmark = pytest.mark.host
 
@@ -110,7 +110,7 @@ END = {
     "close by request": lambda rollouts: rollouts.step(close=True),
     "reset by request": lambda rollouts: rollouts.step(reset=True),
     "another prompt": lambda rollouts: rollouts.step(prompt="another task"),
-    "the host evicts it": lambda rollouts: rollouts.model.runner._release_session(
+    "vLLM-Omni evicts it": lambda rollouts: rollouts.model.runner._release_session(
         "a", reset_model=False, reason="lru_eviction"
     ),
     "drop all": lambda rollouts: rollouts.manager.drop_all(),
@@ -134,7 +134,7 @@ def test_a_forward_that_fails_takes_the_files_with_its_session(rollouts):
 
 
 def test_a_window_that_is_full_keeps_the_video(rollouts):
-    """The host assigns a copy of the list to itself."""
+    """vLLM-Omni assigns a copy of the list to itself."""
     resets = []
     rollouts.step()
     state = type(rollouts.pipeline.state).__mro__[2]
@@ -151,7 +151,7 @@ def test_a_session_that_left_the_table_keeps_its_files_for_as_long_as_somebody_h
     view, nbytes = rollouts.pipeline.state, rollouts.disk_nbytes
     table = rollouts.manager._table
     with table.lock:
-        (oldest,) = table.seats.values()
+        (oldest,) = table.entries.values()
         table.lose(oldest, Reason.COUNT)
     del oldest
     assert torch.equal(view.get_concatenated_video_latents(), torch.cat(rollouts.kept["a"], dim=2))
@@ -191,7 +191,7 @@ def test_after_a_decode_the_chunks_are_out_of_memory_again(rollouts):
 
 def test_a_disk_that_is_full_costs_no_step_and_no_chunk(rollouts, monkeypatch, caplog):
     forget_said()
-    monkeypatch.setattr(rollouts.manager.cascade.spiller._tier, "budget", 1000)
+    monkeypatch.setattr(rollouts.manager.offloader.spiller._tier, "budget", 1000)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         rollouts.steps(3 * FEW)
     rollouts.is_whole()
@@ -285,7 +285,7 @@ def test_a_setting_that_cannot_be_followed_is_said_once_and_ignored(tmp_path, ca
         "video_latents=spill needs disk.path and disk.budget",
         "video_latents=spill needs a vLLM-Omni whose decode reads through get_concate",
     ]
-    assert policy_of("spill", with_disk, DreamZeroPipeline).spiller is with_disk.cascade.spiller
+    assert policy_of("spill", with_disk, DreamZeroPipeline).spiller is with_disk.offloader.spiller
     assert policy_of("keep", with_disk, DreamZeroPipeline) == video_latents.Policy()
     assert policy_of(7, without, DreamZeroPipeline) == video_latents.Policy(last=7)
     disk.close()

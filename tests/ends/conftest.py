@@ -34,7 +34,7 @@ def server(serve):
 
 @pytest.fixture
 def untouched_host(monkeypatch, caplog):
-    """The host's connection class as it was, before and after."""
+    """vLLM-Omni's connection class as it was, before and after."""
     from vllm_omni.entrypoints.openpi.connection import RobotRealtimeConnection
 
     from vllm_omni_session_state.base.log import forget_said

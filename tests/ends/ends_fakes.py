@@ -1,4 +1,4 @@
-"""Ends with workers behind them that are a list of what reached them; the host is not here."""
+"""Ends with workers behind them that are a list of what reached them; vLLM-Omni is not here."""
 
 import asyncio
 

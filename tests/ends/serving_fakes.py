@@ -1,6 +1,6 @@
 """An engine that records what reaches its workers, and a robot's socket that plays a script.
 
-Between them stand the host's own classes: connection, policy serving, rollout serving, session store.
+Between them stand vLLM-Omni's own classes: connection, policy serving, rollout serving, session store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROBOT = "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection"
 
 
 class Engine:
-    """Stands where the host's ``AsyncOmni`` does: stages, and one remote call after the other."""
+    """Stands where vLLM-Omni's ``AsyncOmni`` does: stages, and one remote call after the other."""
 
     def __init__(self, *, flag=True, options=None, stage_type="diffusion", ranks=1, replicas=1):
         model_config = {"policy_server_config": {"image_resolution": [18, 32]}}
@@ -110,7 +110,7 @@ class Socket:
 
 
 class Served:
-    """The host's serving objects over an `Engine`; steps are recorded as ``(session, reset)``."""
+    """vLLM-Omni's serving objects over an `Engine`; steps are recorded as ``(session, reset)``."""
 
     def __init__(self, engine):
         from vllm_omni.entrypoints.openai.serving_rl_rollout import ServingRLRollout

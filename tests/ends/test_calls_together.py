@@ -129,10 +129,8 @@ def test_an_end_that_fails_is_said_of_that_session_alone(caplog):
 
     end_all(engine, "abc")
     (line,) = caplog.messages
-    assert (
-        line
-        == f"the end of session {redacted_id('b')} did not reach the worker: RuntimeError: rank 1: OSError: no"
-    )
+    name = redacted_id("b")
+    assert line == f"the end of session {name} did not reach the worker: RuntimeError: rank 1: OSError: no"
 
 
 def test_parks_that_are_refused_at_each_round_are_one_line(caplog):

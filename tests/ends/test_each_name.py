@@ -10,8 +10,8 @@ import torch
 from vllm_omni_session_state.base import log
 from vllm_omni_session_state.base.ids import redacted_id, show_in_the_clear
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.worker import rpc
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.worker import rpc
 
 
 class Runner:
@@ -107,7 +107,7 @@ def test_several_sessions_are_asked_for_in_one_call(worker):
 def test_what_expires_and_what_does_not_is_said_of_each(worker, monkeypatch):
     manager = manager_of(worker)
     manager.park("c")
-    manager.cascade.host.budget = 10_000
+    manager.offloader.host.budget = 10_000
     manager.park("b")
     worker.model_runner.fails["b"] = OSError("no")
     rank = only(rpc.expire(worker, "a", "b", "c", "nobody"))
@@ -165,8 +165,8 @@ def test_a_name_that_is_no_string_is_said_of_that_one(worker):
 
 def listed(*workers):
     """What a server lists of replicas of one rank each."""
-    from vllm_omni_session_state.omni.admin import aggregate
     from vllm_omni_session_state.manager.rows import Row
+    from vllm_omni_session_state.omni.admin import aggregate
 
     answers = {number: rpc.publish_figures(each) for number, each in enumerate(workers)}
     for answer in answers.values():

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_omni_session_state.manager.consensus import Ranks
 from vllm_omni_session_state.base.ids import DEFAULT, redacted_id, show_in_the_clear
+from vllm_omni_session_state.manager.consensus import Ranks
 from vllm_omni_session_state.manager.losses import Reason
-from vllm_omni_session_state.omni.stats_file.place import WorkerFile
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.stats_file.place import WorkerFile
 
 pytestmark = pytest.mark.host
 
@@ -108,12 +108,12 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
     alone = steps("a")
     model.close("a")
     room = model.pipeline._memory_manager.room
-    cascade = room.cascade
+    offloader = room.offloader
     step(model, "b")
     answer = worker.session_state_park("b")
     assert not answer["agree"]
     assert "stays on the device: there is nowhere to park it; set host_budget" in answer["ranks"][0]["error"]
-    cascade.host = HostTier(budget=1 << 30)
+    offloader.host = HostTier(budget=1 << 30)
     try:
         outputs = []
         for n in range(4):
@@ -125,23 +125,23 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
             assert listed == {redacted_id("a"): "host", redacted_id("b"): "device"}
         assert all(mine.equals(other) for mine, other in zip(outputs, alone, strict=True))
         worker.session_state_close("a", "b")
-        assert cascade.host.nbytes == 0
+        assert offloader.host.nbytes == 0
     finally:
-        cascade.host = None
+        offloader.host = None
 
 
 def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(model, worker):
     from vllm_omni_session_state.offload.host_tier import HostTier
 
     manager = model.pipeline._memory_manager
-    manager.cascade.host = HostTier(budget=1 << 30)
+    manager.offloader.host = HostTier(budget=1 << 30)
     try:
         step(model, "a", "b")
         assert only(worker.session_state_park("a"))["shown"] == [redacted_id("a")]
         found = only(worker.session_state_restore(redacted_id("a"), "b", "nobody"))
         assert found["restored"] == [True, True, False]
         assert found["found"] == [True, True, False]
-        assert manager.cascade.host.nbytes == 0
+        assert manager.offloader.host.nbytes == 0
         with manager.lease("a"):
             assert only(worker.session_state_park("a")) == {
                 "ok": True,
@@ -161,29 +161,29 @@ def test_a_parked_session_can_be_restored_by_call_and_one_in_use_is_told_of(mode
         assert "a" in model.runner._sessions
         worker.session_state_close("a", "b")
     finally:
-        manager.cascade.host = None
+        manager.offloader.host = None
 
 
 def test_sessions_are_marked_stale_by_call_and_a_step_unmarks(model, worker):
     manager = model.pipeline._memory_manager
     step(model, "a", "b")
-    assert not manager.room.eviction.clock
+    assert not manager.capacity.eviction.clock
     assert only(worker.session_state_mark_stale())["stale"] == []
-    assert manager.room.eviction.clock
+    assert manager.capacity.eviction.clock
     assert only(worker.session_state_mark_stale("a", "nobody", "b"))["stale"] == [True, False, True]
     step(model, "b")
-    stale = {key for key, seat in manager._table.seats.items() if seat.stale}
+    stale = {key for key, entry in manager._table.entries.items() if entry.stale}
     assert stale == {"a"}
     with manager.lease("a"):
         assert only(worker.session_state_mark_stale("a"))["stale"] == [False]
-    assert not manager._table.seats["a"].stale
+    assert not manager._table.entries["a"].stale
 
 
 def test_only_what_is_parked_expires_with_its_kv_and_is_counted_as_lost(model, worker):
     from vllm_omni_session_state.offload.host_tier import HostTier
 
     manager = model.pipeline._memory_manager
-    manager.cascade.host = HostTier(budget=1 << 30)
+    manager.offloader.host = HostTier(budget=1 << 30)
     try:
         before = manager.stats().get("lost:expired", 0)
         step(model, "a", "b")
@@ -193,10 +193,10 @@ def test_only_what_is_parked_expires_with_its_kv_and_is_counted_as_lost(model, w
         assert "b" in manager
         assert "a" not in model.runner._sessions
         assert manager.stats()["lost:expired"] == before + 1
-        assert manager.cascade.host.nbytes == 0
+        assert manager.offloader.host.nbytes == 0
         worker.session_state_close("b")
     finally:
-        manager.cascade.host = None
+        manager.offloader.host = None
 
 
 def test_an_end_goes_the_runners_own_way(model, worker, monkeypatch):
@@ -283,16 +283,20 @@ def test_a_worker_whose_model_keeps_its_own_state_says_so(worker, dreamzero_chec
 
 
 def test_a_restore_meets_the_other_ranks_also_for_a_name_that_nobody_has_here(model, worker, monkeypatch):
-    cascade, told = model.pipeline._memory_manager.cascade, []
+    offloader, told = model.pipeline._memory_manager.offloader, []
 
     def exchange(message):
         told.append(message)
         return [message, message]
 
     step(model, "a")
-    monkeypatch.setattr(cascade, "host", HostTier(budget=1 << 30))
-    monkeypatch.setattr(cascade, "ranks", Ranks(exchange))
-    assert only(worker.session_state_restore("nobody", redacted_id("a"), None))["restored"] == [False, True, False]
+    monkeypatch.setattr(offloader, "host", HostTier(budget=1 << 30))
+    monkeypatch.setattr(offloader, "ranks", Ranks(exchange))
+    assert only(worker.session_state_restore("nobody", redacted_id("a"), None))["restored"] == [
+        False,
+        True,
+        False,
+    ]
     assert len(told) == 3
 
 

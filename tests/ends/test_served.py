@@ -120,7 +120,7 @@ def test_a_close_during_a_step_takes_effect_after_it(server):
 
 
 def test_an_operators_close_during_a_step_takes_effect_after_it(server):
-    """The host runs remote calls between steps; nothing of this plugin waits here."""
+    """vLLM-Omni runs remote calls between steps; nothing of this plugin waits here."""
     with server.robot(some_id()) as robot:
         robot.step()
         robot.send_step(lasts_s=LONG_S)
@@ -154,7 +154,7 @@ def test_more_sessions_at_once_than_one_are_all_freed(server):
     assert ends_between(before, after) == (6, 0)
 
 
-@pytest.mark.skipif(not LONG, reason="another server, of the host alone: part of the long run")
+@pytest.mark.skipif(not LONG, reason="another server, of vLLM-Omni alone: part of the long run")
 def test_without_the_plugin_every_one_of_these_sessions_is_left(serve):
     with serve(flag=False, environ={"VLLM_PLUGINS": PLUGINS}) as server:
         for way in ("robot hangs up", "robot resets", "rollout closed"):

@@ -53,7 +53,7 @@ def test_two_robots_on_one_id_end_it_with_the_last_of_them():
 
 
 def test_a_connection_goes_on_with_an_earlier_session_as_the_host_lets_it():
-    """The host remembers each id of a connection and sends no reset for it: a switch is no end."""
+    """vLLM-Omni remembers each id of a connection and sends no reset for it: a switch is no end."""
     done = served(lambda o: o.connect(Socket(obs("a"), obs("b"), obs("a"), obs("b"))))
     assert done.steps == [("a", True), ("b", True), ("a", False), ("b", False)]
     assert sorted(done.engine.closed) == ["a", "b"]

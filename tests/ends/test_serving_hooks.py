@@ -1,4 +1,4 @@
-"""What of the host's serving is hooked when, and what goes to its workers."""
+"""What of vLLM-Omni's serving is hooked when, and what goes to its workers."""
 
 import asyncio
 import logging

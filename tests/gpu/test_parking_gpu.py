@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.offload import page_locked
 from vllm_omni_session_state.accounting.regions import PINNED
+from vllm_omni_session_state.offload import page_locked
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
 
@@ -48,7 +48,7 @@ def test_a_parked_session_frees_the_device_and_comes_back_bit_for_bit(manager):
         pass
     assert manager.peek("a").parked
     assert torch.cuda.memory_allocated() == before
-    assert manager.cascade.host.nbytes >= held - 512
+    assert manager.offloader.host.nbytes >= held - 512
     with manager.lease("a") as session:
         assert all(map(torch.equal, copy_of(session), expected))
         assert session.attrs["base"].is_inference()
@@ -60,8 +60,8 @@ def test_a_slab_is_pinned_and_counted_as_pinned(manager):
     with manager.lease("a") as session:
         fill(session, 2)
     manager.park("a")
-    assert manager._table.seats["a"].parked.held.slab.is_pinned()
-    assert manager.stats()[f"nbytes:{PINNED}"] == manager.cascade.host.nbytes
+    assert manager._table.entries["a"].parked.held.slab.is_pinned()
+    assert manager.stats()[f"nbytes:{PINNED}"] == manager.offloader.host.nbytes
 
 
 def allocator(figure):
@@ -92,7 +92,7 @@ def test_what_is_charged_is_what_torch_has_page_locked(manager):
         fill(session, 4)  # 16 MiB and a little: the next power of two is 32 MiB
     before = allocator("allocated_bytes.current")
     manager.park("a")
-    assert allocator("allocated_bytes.current") - before == manager.cascade.host.nbytes == 32 * MIB
+    assert allocator("allocated_bytes.current") - before == manager.offloader.host.nbytes == 32 * MIB
 
 
 def test_blocks_that_stay_cached_are_within_the_budget_too(locked_before):
@@ -146,7 +146,7 @@ def test_a_park_copies_what_the_queued_work_will_have_written(manager, times):
             expected = torch.full((4 * MIB,), float(seed), device="cuda")
             target = session.attrs["late"] = torch.zeros(4 * MIB, device="cuda")
             for _ in range(30):
-                square = square @ square.softmax(-1)  # keeps the stream busy while the host runs ahead
+                square = square @ square.softmax(-1)  # keeps the stream busy while vLLM-Omni runs ahead
             target.copy_(expected + square.sum() * 0)
             del target
         manager.park("a")

@@ -222,7 +222,7 @@ def test_the_table_of_requests_fits_a_terminal_and_claims_only_what_was_counted(
         ("nothing", 0, "IDENTICAL"),
         ("a difference", 1, "DIFFERENT: 1 of 1"),
         ("a leak", 1, "LEFT BEHIND: with the flag on, state was there after: I2V\n"),
-        ("the host's manager", 2, "COULD NOT RUN: Cosmos3: with"),
+        ("vLLM-Omni's manager", 2, "COULD NOT RUN: Cosmos3: with"),
         ("a crash", 2, "COULD NOT RUN: it died"),
     ],
 )
@@ -243,7 +243,7 @@ def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, tmp_path, happe
                 run.outputs["a"] = "2"
             if happens == "a leak":
                 run.looks[-1]["alive"] = 1
-            if happens == "the host's manager":
+            if happens == "vLLM-Omni's manager":
                 run.looks[-1]["manager"] = "vllm_omni.SessionStateManager"
         yield from ({"phase": phase} for phase in (child.LOADING, child.SERVING))
         yield {"outputs": run.outputs, "done": 1}
@@ -295,7 +295,9 @@ def job(tmp_path, body):
     )
     log = tmp_path / "log"
     environment = command.environment(flag=True)
-    events = [e for e in subprocess.run_job([sys.executable, str(script)], environment=environment, log=log) if e]
+    events = [
+        e for e in subprocess.run_job([sys.executable, str(script)], environment=environment, log=log) if e
+    ]
     return events, log.read_text()
 
 

@@ -1,6 +1,6 @@
 """The harness itself: it runs the real host, twice the same, and its outputs depend on what they should.
 
-What the plugin does with the host is not tested here.
+What the plugin does with vLLM-Omni is not tested here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from vllm_omni_session_state.omni.replicas import affinity
 
 @pytest.fixture
 def runtime(monkeypatch, caplog):
-    """The host's ``StageRuntime``, hooked by the plugin as if for the first time."""
+    """vLLM-Omni's ``StageRuntime``, hooked by the plugin as if for the first time."""
     monkeypatch.setattr(affinity, "ASK_EVERY_S", 0.01)
     forget_said()
     caplog.set_level(logging.INFO, logger="vllm_omni.session_state")

@@ -1,4 +1,4 @@
-"""The host's own pool of replicas and its own way to bring them together, over clients that only take note.
+"""vLLM-Omni's own pool of replicas and its own way to bring them together, over clients that only take note.
 
 Nothing is computed: a client has the sessions of the steps that it is given. Named replicas, no processes.
 """
@@ -12,14 +12,14 @@ import types
 from types import SimpleNamespace
 
 from vllm_omni_session_state.base.settings import FLAG
-from vllm_omni_session_state.omni.replicas import pools
 from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.replicas import pools
 
 ENGINE = "vllm_omni.experimental.ar_diffusion.engine.ARDiffusionEngine"
 
 
 class Client:
-    """Stands where the host's ``StageDiffusionClient`` does.
+    """Stands where vLLM-Omni's ``StageDiffusionClient`` does.
 
     Attributes:
         sessions: Those that its worker has.
@@ -86,7 +86,7 @@ class Client:
 
 
 def stage(*, flag=True, engine=ENGINE, **more):
-    """One of the host's stage configurations, as far as it is read."""
+    """One of vLLM-Omni's stage configurations, as far as it is read."""
     options = more.pop("options", {})
     held = SimpleNamespace(
         **{FLAG: flag}, model_config={"session_state": options}, engine_backend=engine, **more
@@ -95,7 +95,7 @@ def stage(*, flag=True, engine=ENGINE, **more):
 
 
 def fresh_runtime(monkeypatch, *, hook=True):
-    """The host's ``StageRuntime`` as it was before anybody wrapped it, then wrapped by the plugin."""
+    """vLLM-Omni's ``StageRuntime`` as it was before anybody wrapped it, then wrapped by the plugin."""
     module = importlib.import_module(seams.RUNTIME_MODULE)
     name = "_assemble_stage_pools"
     host = module.StageRuntime.__dict__[name]
@@ -106,7 +106,7 @@ def fresh_runtime(monkeypatch, *, hook=True):
 
 
 def assembled(runtime, stages, clients):
-    """The pools that the host makes of clients, one list of them a stage."""
+    """The pools that vLLM-Omni makes of clients, one list of them a stage."""
     self = object.__new__(runtime)
     self._stage_configs = stages
     self._log_stats = False
@@ -119,7 +119,7 @@ def assembled(runtime, stages, clients):
 
 
 class Orchestrator:
-    """What of the host's orchestrator gives a request to a pool, and lets go of it when it is over."""
+    """What of vLLM-Omni's orchestrator gives a request to a pool, and lets go of it when it is over."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -170,7 +170,7 @@ class Thread:
 
 
 def engine_of(stage_pools, stages):
-    """Stands where the host's ``AsyncOmni`` does, over these pools."""
+    """Stands where vLLM-Omni's ``AsyncOmni`` does, over these pools."""
 
     async def collective_rpc(**_):
         raise AssertionError("a call went through the queue of the requests")
@@ -180,8 +180,8 @@ def engine_of(stage_pools, stages):
 
 
 def module_of(**names):
-    """A module of the host with these names."""
-    module = types.ModuleType("a module of the host")
+    """A module of vLLM-Omni with these names."""
+    module = types.ModuleType("a module of vLLM-Omni")
     vars(module).update(names)
     return module
 
@@ -211,7 +211,7 @@ async def until(condition):
 
 
 def attach_hub(pool, clients):
-    """Have the pool route as in the host's distributed mode; its own choice is at random."""
+    """Have the pool route as in vLLM-Omni's distributed mode; its own choice is at random."""
     from vllm_omni.distributed.omni_coordinator import RandomBalancer, ReplicaStatus
 
     replicas = [

@@ -1,4 +1,4 @@
-"""The host's own orchestrator around a step that is refused: it fails alone, and its client is told why."""
+"""vLLM-Omni's own orchestrator around a step that is refused: it fails alone, and its client is told why."""
 
 import asyncio
 

@@ -186,7 +186,7 @@ class HomesMachine(RuleBasedStateMachine):
     def death(self, slot):
         self.clients[slot] = None
         for request in [request for request, at in self.running.items() if at == slot]:
-            del self.running[request]  # the host fails them
+            del self.running[request]  # vLLM-Omni fails them
 
     @rule(slot=st.sampled_from(SLOTS))
     def join(self, slot):
@@ -204,7 +204,7 @@ class HomesMachine(RuleBasedStateMachine):
 
     @rule(key=KEY, slot=st.sampled_from(SLOTS))
     def host_chooses(self, key, slot):
-        """A step that the host sent by itself: there was nobody to choose from when it was looked at."""
+        """A step that vLLM-Omni sent by itself: there was nobody to choose from when it was looked at."""
         client = self.clients[slot]
         if client is None or (key in self.model and self.is_live(key)):
             return

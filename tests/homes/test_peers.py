@@ -1,4 +1,4 @@
-"""The host's own client of a replica whose process is gone: nothing that is sent to it waits."""
+"""vLLM-Omni's own client of a replica whose process is gone: nothing that is sent to it waits."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.host
 
 @pytest.fixture
 def client(tmp_path):
-    """The host's client of a process that it does not have; ``lives`` says whether it is there."""
+    """vLLM-Omni's client of a process that it does not have; ``lives`` says whether it is there."""
     from vllm_omni.diffusion.stage_diffusion_client import StageDiffusionClient
 
     names = ("stage_id", "replica_id", "final_output", "final_output_type", "model_stage")

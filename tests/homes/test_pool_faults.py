@@ -1,4 +1,4 @@
-"""The host's own pool when something goes: a replica, a session in its worker, room in the table, a seam."""
+"""vLLM-Omni's own pool when something goes: a replica, a session in its worker, room in the table, a seam."""
 
 import asyncio
 
@@ -14,16 +14,16 @@ from pool_fakes import (
     until,
 )
 
-from vllm_omni_session_state.base.settings import ENV_FLAG
 from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.omni.replicas import affinity, pools
+from vllm_omni_session_state.base.settings import ENV_FLAG
 from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.replicas import affinity, pools
 
 pytestmark = pytest.mark.host
 
 
 def refused():
-    """What the host's dispatch takes for an error of one request, and tells its client."""
+    """What vLLM-Omni's dispatch takes for an error of one request, and tells its client."""
     from vllm_omni.engine.errors import NativeKVHandoffError
 
     return NativeKVHandoffError
@@ -39,7 +39,7 @@ def test_sessions_of_a_replica_that_is_gone_are_said_once_each_and_start_over(ru
         if how == "evicted":
             pool.evict_replica(1)
         else:
-            clients[1].dead = True  # the host has not seen it yet
+            clients[1].dead = True  # vLLM-Omni has not seen it yet
         for _ in range(3):
             for session in sessions:
                 assert await orchestrator.step(session) == 0
@@ -171,7 +171,7 @@ def test_an_error_of_the_host_comes_through_and_leaves_nothing(runtime):
         orchestrator, homes = Orchestrator(pool), pools.affinity_of(pool).homes
         with pytest.raises(OverflowError, match="too large"):
             await orchestrator.submit("a")
-        pool.release_binding("robot-a-1")  # as the host does
+        pool.release_binding("robot-a-1")  # as vLLM-Omni does
         assert await orchestrator.step("b") == 1
         await until(lambda: "a" not in homes)
 

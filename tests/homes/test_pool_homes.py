@@ -1,4 +1,4 @@
-"""The host's own pool: where its requests go with the plugin, and that they go as ever with the flag off."""
+"""vLLM-Omni's own pool: where its requests go with the plugin, and that they go as ever with the flag off."""
 
 import asyncio
 import random
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pool_fakes import Client, Orchestrator, assembled, attach_hub, run, stage, until
 from profiles import sized
 
-from vllm_omni_session_state.omni.replicas import affinity, pools
 from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.replicas import affinity, pools
 
 pytestmark = pytest.mark.host
 

@@ -1,4 +1,4 @@
-"""Whom the API server calls about a session, over the host's own pools on a loop in another thread."""
+"""Whom the API server calls about a session, over vLLM-Omni's own pools on a loop in another thread."""
 
 import asyncio
 import time

@@ -8,11 +8,11 @@ from workload import CAPACITY, CROWD, OPTIONS, close_all, everybody, wrong
 pytestmark = [
     pytest.mark.host,
     pytest.mark.slow,
-    pytest.mark.skipif(not LONG, reason="five more starts of the host: part of the long run"),
+    pytest.mark.skipif(not LONG, reason="five more starts of vLLM-Omni: part of the long run"),
 ]
 
 HARNESS = "omni_tiny,omni_tiny_cpu"
-"""What the host is told to load where the plugin is to be left out."""
+"""What vLLM-Omni is told to load where the plugin is to be left out."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_robots_and_roll_outs_get_what_they_get_of_one_replica(serve, one, repli
 
 
 def test_without_the_plugin_they_do_not(serve, one):
-    """Else the above would show nothing. There is room for all: the host alone loses the others."""
+    """Else the above would show nothing. There is room for all: vLLM-Omni alone loses the others."""
     found = serve(2, flag=False, capacity=16, session_state=None, environ={"VLLM_PLUGINS": HARNESS})
     print(f"two replicas without the plugin: {len(wrong(one, found))} of {len(found)} outputs wrong")
     assert len(wrong(one, found)) > len(found) // 4

@@ -129,7 +129,7 @@ def test_sessions_of_a_killed_replica_are_said_to_be_lost_once_each_and_the_othe
     os.kill(pids[1], signal.SIGKILL)
     for thread in threads:
         thread.join()
-    deadline = time.monotonic() + 60  # a last step for all, now that the host has seen it
+    deadline = time.monotonic() + 60  # a last step for all, now that vLLM-Omni has seen it
     while len(server.call_all("session_state_stats")) > 1 and time.monotonic() < deadline:
         time.sleep(0.2)
     for name in lost:

@@ -1,4 +1,4 @@
-"""Small pools of the host's own engine KV classes, written and read through the engine's own contexts.
+"""Small pools of vLLM-Omni's own engine KV classes, written and read through the engine's own contexts.
 
 Not here: attention. What a forward of a model would compute, these tests draw at random and write to the
 slots that the engine names.
@@ -68,7 +68,7 @@ SHAPES = (
 
 
 def make_pool(shape: Shape) -> Any:
-    """The host's ``ARDiffusionKVCache`` of that shape, in which memory means something: it is all ones."""
+    """vLLM-Omni's ``ARDiffusionKVCache`` of that shape, in which memory means something: it is all ones."""
     from vllm_omni.experimental.ar_diffusion.capability import ARDiffusionKVBranchSpec
     from vllm_omni.experimental.ar_diffusion.kv_cache import ARDiffusionKVCache, ARDiffusionKVConfig
 
@@ -112,7 +112,7 @@ def make_pool(shape: Shape) -> Any:
 
 
 def new_state(kv: Any, session: str) -> Any:
-    """A session's ``ARDiffusionKVState``, made by the host's runner."""
+    """A session's ``ARDiffusionKVState``, made by vLLM-Omni's runner."""
     from vllm_omni.experimental.ar_diffusion.runner import ARDiffusionModelRunner
 
     spec = SimpleNamespace(kv_branches=kv.kv_branches, num_layers=kv.num_layers)

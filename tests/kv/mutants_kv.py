@@ -55,8 +55,12 @@ MUTANTS = {
     mutant.name: mutant
     for mutant in (
         Mutant("forgets the compaction", kv_payload, "place", 'branch["compacted"]', "0"),
-        Mutant("takes the blocks for the position", kv_payload, "place", 'branch["chunks"]', 'branch["blocks"]'),
-        Mutant("forgets what was committed", engine_kv, "_publish", 'tree["branches"][name]["committed"]', "0"),
+        Mutant(
+            "takes the blocks for the position", kv_payload, "place", 'branch["chunks"]', 'branch["blocks"]'
+        ),
+        Mutant(
+            "forgets what was committed", engine_kv, "_publish", 'tree["branches"][name]["committed"]', "0"
+        ),
         Mutant("drops a layer's V", engine_kv, "_read_blocks", "kv.value_cache(layer)", "kv.value_cache(0)"),
         Mutant("takes K for V", engine_kv, "_write_blocks", "values[layer]", "keys[layer]"),
         Mutant(
@@ -92,14 +96,26 @@ MUTANTS = {
         Mutant("loses the new state's adapters", engine_kv, "put_back", "kv._adapters.update(empty)", "pass"),
         Mutant("keeps the blocks that it took out", engine_kv.SessionKV, "close", "state.close()", "pass"),
         Mutant("takes out half a chunk", engine_kv, "_uncommitted", "return", "return 0 and"),
-        Mutant("does not look whether there is room", engine_kv, "_refuse_full", "if wanted > free:", "if False:"),
-        Mutant("does not look for a place", engine_kv, "_refuse_full", "places < 1", "False"),
-        Mutant("writes over a session", engine_kv, "_refuse_occupied", "if kv.block_table(adapter):", "if False:"),
-        Mutant("makes a twin", engine_kv, "_refuse_occupied", "if registered is not None and", "if False and"),
         Mutant(
-            "counts K alone", engine_kv.SessionKV, "_places", "(kv.key_cache, kv.value_cache)", "(kv.key_cache,)"
+            "does not look whether there is room", engine_kv, "_refuse_full", "if wanted > free:", "if False:"
+        ),
+        Mutant("does not look for a place", engine_kv, "_refuse_full", "places < 1", "False"),
+        Mutant(
+            "writes over a session", engine_kv, "_refuse_occupied", "if kv.block_table(adapter):", "if False:"
+        ),
+        Mutant(
+            "makes a twin", engine_kv, "_refuse_occupied", "if registered is not None and", "if False and"
+        ),
+        Mutant(
+            "counts K alone",
+            engine_kv.SessionKV,
+            "_places",
+            "(kv.key_cache, kv.value_cache)",
+            "(kv.key_cache,)",
         ),
         Mutant("counts a run as one block", engine_kv.SessionKV, "blocks", "count * page", "page"),
-        Mutant("counts no cross-attention", engine_kv.SessionKV, "beside", "None if self.closed", "None if True"),
+        Mutant(
+            "counts no cross-attention", engine_kv.SessionKV, "beside", "None if self.closed", "None if True"
+        ),
     )
 }

@@ -30,7 +30,7 @@ class Rollout:
     """A session and all that was written into it.
 
     Args:
-        kv: The host's pool,
+        kv: vLLM-Omni's pool,
         shape: of that shape.
         session: The session's id.
         frames: How many to begin with, in chunks as a model writes them, with cross-attention K/V.

@@ -10,7 +10,7 @@ from omni_tiny.tiny import MODEL_OWNED_BYTES
 
 from vllm_omni_session_state.base.errors import BudgetFixedError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.omni.worker import kv_sizing, engine_kv
+from vllm_omni_session_state.omni.worker import engine_kv, kv_sizing
 
 pytestmark = pytest.mark.host
 
@@ -18,14 +18,14 @@ FREE = free_bytes(12)
 
 
 def load(checkpoint, *, exact=True, **options):
-    """With memory for 12 sessions as the host plans it."""
+    """With memory for 12 sessions as vLLM-Omni plans it."""
     return TinyDreamZero(
         checkpoint, flag=True, capacity=12, exact=exact, model_config={"session_state": options}
     )
 
 
 def planned(cache, reserved):
-    """Places by the sum of the host's own figures."""
+    """Places by the sum of vLLM-Omni's own figures."""
     page = cache.spec.page_size_bytes * cache.num_layers
     blocks = cache.config.sink_chunks + cache.config.window_chunks
     one = cache.cross_attention_bytes_per_session + cache.num_local_kv_branches * blocks * page

@@ -18,8 +18,8 @@ from rollout import Rollout
 from torch.utils._python_dispatch import TorchDispatchMode
 from travel_kv import WAYS, packed, take_out
 
-from vllm_omni_session_state.omni.worker import engine_kv
 from vllm_omni_session_state.offload.pack import pack
+from vllm_omni_session_state.omni.worker import engine_kv
 
 pytestmark = pytest.mark.host
 

@@ -268,7 +268,7 @@ class broken:  # noqa: N801 - reads as a statement
     """A layer's K or V cannot be reached: whoever comes to it, to read or to write, fails.
 
     Args:
-        pool: The host's cache.
+        pool: vLLM-Omni's cache.
         value: V of that layer, else K.
         layer: Which, counted round.
     """

@@ -19,7 +19,12 @@ from engine import (
 from rollout import Rollout
 from travel_kv import packed, take_out
 
-from vllm_omni_session_state.base.errors import KVOccupiedError, MidChunkError, PoolFullError, SeamMismatchError
+from vllm_omni_session_state.base.errors import (
+    KVOccupiedError,
+    MidChunkError,
+    PoolFullError,
+    SeamMismatchError,
+)
 from vllm_omni_session_state.omni.worker import engine_kv, kv_payload
 
 pytestmark = pytest.mark.host

@@ -9,8 +9,8 @@ from rollout import Rollout
 
 from vllm_omni_session_state import SessionState
 from vllm_omni_session_state.base.errors import SeamMismatchError
-from vllm_omni_session_state.omni.worker import engine_kv, kv_payload
 from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker import engine_kv, kv_payload
 
 pytestmark = pytest.mark.host
 

@@ -7,12 +7,17 @@ from engine import free
 from omni_tiny.tiny import MODEL_OWNED_BYTES
 from profiles import LONG
 
-from vllm_omni_session_state.base.errors import NoRoomError, SessionRestoreFailedError, SessionStateLostError, TierFaultError
+from vllm_omni_session_state.base.errors import (
+    NoRoomError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+    TierFaultError,
+)
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.consensus import Ranks
-from vllm_omni_session_state.omni.worker import engine_kv
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.worker import engine_kv
 
 pytestmark = pytest.mark.host
 
@@ -54,7 +59,7 @@ class Served:
         return self.places()[self.crowd.name(number)]
 
     def tiers(self):
-        host, figures = self.manager.cascade.host, self.manager.cascade.figures()
+        host, figures = self.manager.offloader.host, self.manager.offloader.figures()
         return 0 if host is None else host.nbytes, figures["disk_nbytes"]
 
     def sound(self):
@@ -152,7 +157,7 @@ def test_where_losing_is_allowed_who_was_not_used_for_longest_is_lost_and_the_ot
 def test_abandoned_sessions_that_fill_host_memory_go_before_any_that_lives(served):
     three = served(**HOST)
     three.step(0, 1, 2, 3)
-    three.manager.cascade.host.budget = three.manager.cascade.host.nbytes * 5 // 4
+    three.manager.offloader.host.budget = three.manager.offloader.host.nbytes * 5 // 4
     assert three.place(0) == "host"
     three.step(4, 2, 3, 4, 2)
     assert three.crowd.name(0) not in three.places(), "it was used before any other"
@@ -268,8 +273,8 @@ def test_where_ranks_must_agree_a_parked_session_counts_with_its_kv(served):
     """Else they agree to park what a rank has no room for, and its KV stays on the device beside the pool."""
     three = served(**HOST, on_lost="error")
     size = MODEL_OWNED_BYTES + engine_kv.most_nbytes(three.pool)
-    cascade = three.manager.cascade
-    cascade.ranks, cascade.host = Ranks(lambda message: [message]), HostTier(budget=3 * size - 1)
+    offloader = three.manager.offloader
+    offloader.ranks, offloader.host = Ranks(lambda message: [message]), HostTier(budget=3 * size - 1)
     three.step(0, 1, 2, 3, 4)
     three.refused(5, NoRoomError, rf"the host tier has {size - 1} bytes left and {size} are wanted")
     three.step(2, 3, 4)

@@ -26,8 +26,8 @@ def all_together(model, crowd):
     assert manager.stats()["total_nbytes"] == manager.stats()["sessions"] == 0
     assert model.runner._sessions == {}
     all_free(model.runner.kv_cache)
-    if manager.cascade:
-        assert manager.cascade.host.nbytes == 0
+    if manager.offloader:
+        assert manager.offloader.host.nbytes == 0
     manager.check()
     return outputs, stats
 
@@ -58,7 +58,7 @@ def test_a_session_that_its_manager_lost_starts_over_from_nothing_also_in_the_en
     """Its KV must not be another rollout's beginning, and keeps no place in the pool."""
     model = load()
     manager, one = model.pipeline._memory_manager, crowd.name(0)
-    manager.room.max_sessions = 1
+    manager.capacity.max_sessions = 1
     for key in ((0, 0), (0, 1), (0, 2)):
         crowd.run(model, key)
     lost = model.runner._sessions[one]

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionState, SessionStateManager
-from vllm_omni_session_state.base.errors import EngineOwnedError, MidChunkError, NotAllocatedError, NothingStagedError, PoolFullError, SessionRestoreFailedError
-from vllm_omni_session_state.manager.consensus import status_of
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.state.paged_kv import PagedKV
 from vllm_omni_session_state.accounting.regions import Region, union
+from vllm_omni_session_state.base.errors import (
+    EngineOwnedError,
+    MidChunkError,
+    NotAllocatedError,
+    NothingStagedError,
+    PoolFullError,
+    SessionRestoreFailedError,
+)
+from vllm_omni_session_state.manager.consensus import status_of
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.paged_kv import PagedKV
 
 
 class Arena:

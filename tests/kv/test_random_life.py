@@ -137,7 +137,7 @@ def test_after_any_life_nothing_is_left_and_no_output_was_wrong(crowd, alone, lo
     life = Life(model, crowd, alone)
     life.live(np.random.default_rng([count(1000), disk]), count(1000))
     assert min(life.counts.values()) >= 1, life.counts
-    assert (life.manager.cascade.figures()["disk_nbytes"] > 0) is disk
+    assert (life.manager.offloader.figures()["disk_nbytes"] > 0) is disk
     for number in range(SESSIONS):
         life.close(number)
     life.check()
@@ -147,5 +147,5 @@ def test_after_any_life_nothing_is_left_and_no_output_was_wrong(crowd, alone, lo
     assert (stats["sessions"], stats["total_nbytes"], stats["staged_nbytes"], stats["disk_nbytes"]) == (
         0,
     ) * 4
-    assert life.manager.cascade.host.nbytes == 0
+    assert life.manager.offloader.host.nbytes == 0
     assert not [name for name in stats if name.startswith("lost:") and name != "lost:forward_exception"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_omni_session_state.offload import decode, tree_spec
-from vllm_omni_session_state.omni.worker import engine_kv
 from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.omni.worker import engine_kv
 
 
 def take_out(state: Any) -> Any:

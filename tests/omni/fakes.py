@@ -1,4 +1,4 @@
-"""A loader's module that stands in for the host's: what the hook must live with cannot be had from one host.
+"""A loader's module that stands in for vLLM-Omni's: what the hook must live with cannot be had from one host.
 
 Everything else in this folder runs the installed vLLM-Omni.
 """
@@ -14,7 +14,7 @@ from vllm_omni_session_state.omni.hooks.seams import LOADER_MODULE
 
 
 class DreamZeroPipeline:
-    """Named like the host's, so that the adapter table knows it; its methods have the seams' signatures."""
+    """Named like vLLM-Omni's, so that the adapter table knows it; its methods have the seams' signatures."""
 
     num_frame_per_block = 2
 
@@ -39,7 +39,7 @@ DreamZeroPipeline.__module__ = "vllm_omni.diffusion.models.dreamzero.pipeline_dr
 
 @dataclass
 class Config:
-    """The one field of the host's configuration that the hook reads."""
+    """The one field of vLLM-Omni's configuration that the hook reads."""
 
     enable_session_state_manager: object = True
 
@@ -53,7 +53,7 @@ class OtherPipeline:
 
 
 def loader_module(pipeline):
-    """A module like the host's, whose loader loads ``pipeline``."""
+    """A module like vLLM-Omni's, whose loader loads ``pipeline``."""
     module = types.ModuleType(LOADER_MODULE)
 
     class DiffusersPipelineLoader:
@@ -69,7 +69,7 @@ def loader_module(pipeline):
 
 @contextmanager
 def installed(module):
-    """``module`` stands where the host's loader would, whether that is imported or not."""
+    """``module`` stands where vLLM-Omni's loader would, whether that is imported or not."""
     before = sys.modules.get(LOADER_MODULE)
     sys.modules[LOADER_MODULE] = module
     try:

@@ -1,7 +1,7 @@
 """What a load with the flag off leaves behind.
 
 Usage: ``fingerprint.py CHECKPOINT OUT PLUGINS``. Load tiny DreamZero with the flag off and those plugins,
-run two steps, and write what every class of the host looks like, what the pipeline holds, what came out.
+run two steps, and write what every class of vLLM-Omni looks like, what the pipeline holds, what came out.
 """
 
 import hashlib

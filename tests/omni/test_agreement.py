@@ -15,9 +15,9 @@ import pytest
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.adapters.patches import Patches
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.omni.worker import agreement, kv_sizing, ranks
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.worker import agreement, kv_sizing, ranks
 
 LIMIT_S = 20  # nobody waits that long but for a rank that never comes
 PLACES, KV = (5, 3), (700, 900)
@@ -28,7 +28,7 @@ class Pipeline:
 
 
 class Runner:
-    """What of the host's runner is read and set; its pool has places by its rank."""
+    """What of vLLM-Omni's runner is read and set; its pool has places by its rank."""
 
     def __init__(self, rank, pipeline):
         self.rank, self.pipeline = rank, pipeline
@@ -63,7 +63,7 @@ class Ranks:
             disk=DiskTier(tmp_path / f"rank {rank}", budget=1 << 20) if tiers else None,
             exchange=self.exchange,
         )
-        manager.room.sizes_pool = sizes_pool
+        manager.capacity.sizes_pool = sizes_pool
         load.patches.set(pipeline, "_memory_manager", manager)
         load.manager = weakref.ref(manager)
         agreement.loads.append(load)
@@ -129,8 +129,8 @@ def test_the_smallest_pool_counts_on_all_ranks_with_a_tier_or_without(two, tiers
     assert made.start() == [None, None]
     assert made.capacities() == [3, 3]
     for manager in made.managers():
-        assert manager.room.pool.places == 3
-        assert manager.cascade.engine_nbytes == max(KV)
+        assert manager.capacity.pool.places == 3
+        assert manager.offloader.engine_nbytes == max(KV)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -156,13 +156,13 @@ def test_where_ranks_were_asked_for_different_things_none_has_a_manager(two, cap
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_rank_has_no_disk_none_has(two, caplog, rank, tmp_path):
     made = two()
-    made.managers()[rank].cascade.disk.close()
-    made.managers()[rank].cascade.disk = None
+    made.managers()[rank].offloader.disk.close()
+    made.managers()[rank].offloader.disk = None
     agreement.loads[rank].no_disk = "TierFaultError: cannot open the disk tier"
     assert made.start() == [None, None]
     for manager in made.managers():
-        assert manager.cascade.disk is manager.cascade.spiller is None
-        assert manager.cascade.host is not None
+        assert manager.offloader.disk is manager.offloader.spiller is None
+        assert manager.offloader.host is not None
     assert f"no session is parked on the disk: rank {rank}: TierFaultError: cannot open" in caplog.text
     assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] == [[], []]
 
@@ -172,7 +172,7 @@ def test_a_device_budget_sizes_the_pool_on_all_ranks(two):
     assert made.start() == [None, None]
     assert made.capacities() == [13, 13]
     assert [runner.planned for runner in made.runners] == [["what is left"]] * 2
-    assert [manager.room._most for manager in made.managers()] == [100, 100]
+    assert [manager.capacity._most for manager in made.managers()] == [100, 100]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -183,7 +183,7 @@ def test_where_the_sizing_fails_on_one_rank_all_take_the_hosts_plan(two, caplog,
     assert made.capacities() == [3, 3]
     assert made.runners[rank].planned == [None]
     assert made.runners[1 - rank].planned == ["what is left", None]
-    assert [manager.room._most for manager in made.managers()] == [None, None], "nothing was given away"
+    assert [manager.capacity._most for manager in made.managers()] == [None, None], "nothing was given away"
     assert f"as large as without the plugin: rank {rank}: ValueError: cannot fit one session" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The disk tier as a deploy config asks for it, in the host's own worker: from its start to its shutdown."""
+"""The disk tier as a deploy config asks for it, in vLLM-Omni's own worker: from its start to its shutdown."""
 
 import logging
 import stat
@@ -10,10 +10,10 @@ import pytest
 from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown
 
 pytestmark = pytest.mark.host
 
@@ -94,8 +94,8 @@ def test_keep_on_exit_leaves_every_session_readable_and_the_next_worker_leaves_t
 )
 def test_what_has_no_use_alone_is_said_and_ignored(dreamzero_checkpoint, caplog, options, said):
     with load(dreamzero_checkpoint, **options) as model:
-        cascade = model.pipeline._memory_manager.cascade
-        assert not cascade
+        offloader = model.pipeline._memory_manager.offloader
+        assert not offloader
         run(model, "robot")
     assert len([record for record in caplog.records if said in record.getMessage()]) == 1
 
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_used_is_said_and_the_model_serves_without(
     file.touch()
     with load(dreamzero_checkpoint, disk={"path": str(file), "budget": "10%"}) as model:
         run(model, "robot")
-        assert model.pipeline._memory_manager.cascade.disk is None
+        assert model.pipeline._memory_manager.offloader.disk is None
     said = [
         record.getMessage()
         for record in caplog.records

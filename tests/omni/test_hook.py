@@ -107,12 +107,12 @@ FINGERPRINT = Path(__file__).parent / "fingerprint.py"
 
 
 def test_with_the_flag_off_nothing_differs_but_load_models_wrapper(dreamzero_checkpoint, tmp_path):
-    """Every class of the host and the loaded pipeline object, with the plugin and without it."""
+    """Every class of vLLM-Omni and the loaded pipeline object, with the plugin and without it."""
     prints = {}
     for plugins in ("omni_tiny,omni_tiny_cpu", "omni_tiny,omni_tiny_cpu,session_state"):
         out = tmp_path / plugins
         command = [sys.executable, str(FINGERPRINT), str(dreamzero_checkpoint), str(out), plugins]
-        environ = {**os.environ, "PYTHONHASHSEED": "0"}  # the host makes lists of sets
+        environ = {**os.environ, "PYTHONHASHSEED": "0"}  # vLLM-Omni makes lists of sets
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
         assert done.returncode == 0, done.stderr[-2000:]
         prints[plugins] = json.loads(out.read_text())

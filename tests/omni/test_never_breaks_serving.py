@@ -8,15 +8,15 @@ import pytest
 from fakes import Config, DreamZeroPipeline, OldConfig, OtherPipeline, installed, loader_module
 
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS
 from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS
 from vllm_omni_session_state.omni.worker import agreement, runner
 from vllm_omni_session_state.plugin import register
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, caplog):
-    monkeypatch.setattr(runner, "hook_runner", lambda: None)  # the host may not be installed where this runs
+    monkeypatch.setattr(runner, "hook_runner", lambda: None)  # vLLM-Omni may not be installed where this runs
     forget_said()
     monkeypatch.delenv(ENV_FLAG, raising=False)
     monkeypatch.delenv(ENV_MAX_SESSIONS, raising=False)
@@ -100,7 +100,7 @@ def test_where_no_group_has_one_request_nothing_is_parked_and_the_model_serves(m
         data_parallel_size=2
     )  # and it does not say how it offloads
     pipeline = load(DreamZeroPipeline(), config, times=2)
-    assert not pipeline._memory_manager.cascade
+    assert not pipeline._memory_manager.offloader
     assert pipeline._memory_manager.room.device_budget is None
     (line,) = [line for line in lines(caplog) if "loaded again" not in line]
     assert "with data_parallel_size=2 and layer-wise offload" in line

@@ -1,6 +1,6 @@
 """Sessions leave the device before the worker sleeps, and come back at their next step.
 
-The host's sleep needs a GPU: its allocator is a stand-in here, all else is the host's own worker.
+vLLM-Omni's sleep needs a GPU: its allocator is a stand-in here, all else is vLLM-Omni's own worker.
 """
 
 import logging
@@ -12,10 +12,10 @@ import pytest
 from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.worker import rpc
-from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.worker.lifecycle import hook_sleep
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker import rpc
+from vllm_omni_session_state.omni.worker.lifecycle import hook_sleep
 
 pytestmark = pytest.mark.host
 
@@ -57,7 +57,7 @@ def allocator(model, monkeypatch):
         lambda: SimpleNamespace(get_instance=lambda: allocator),
     )
     yield allocator
-    model.pipeline._memory_manager.cascade.host = None
+    model.pipeline._memory_manager.offloader.host = None
     for session in ("a", "b"):
         model.close(session)
 
@@ -75,7 +75,7 @@ def test_sessions_are_parked_when_the_allocator_sleeps_and_go_on_to_the_bit(mode
     awake = steps(model, range(4))
     for session in "ab":
         model.close(session)
-    manager.cascade.host = HostTier(budget=1 << 30)
+    manager.offloader.host = HostTier(budget=1 << 30)
     slept = steps(model, range(2))
     model.worker.sleep(level=1)
     assert allocator.parked == 2
@@ -86,7 +86,7 @@ def test_sessions_are_parked_when_the_allocator_sleeps_and_go_on_to_the_bit(mode
 
 def test_a_session_in_use_stays_and_the_worker_sleeps_all_the_same(model, allocator):
     manager = model.pipeline._memory_manager
-    manager.cascade.host = HostTier(budget=1 << 30)
+    manager.offloader.host = HostTier(budget=1 << 30)
     steps(model, range(1))
     with manager.lease("a"):
         model.worker.sleep()
@@ -103,7 +103,7 @@ def test_without_a_tier_that_is_said_once(model, allocator, caplog):
 
 
 def test_what_cannot_be_parked_is_said_with_the_reason(model, allocator, caplog):
-    model.pipeline._memory_manager.cascade.host = HostTier(budget=0)
+    model.pipeline._memory_manager.offloader.host = HostTier(budget=0)
     steps(model, range(1))
     model.worker.sleep()
     assert "2 sessions stay on the device" in caplog.text

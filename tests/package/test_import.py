@@ -58,7 +58,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 def test_registering_never_raises_and_says_why_it_did_not_start():
     out = run(
-        "import vllm_omni_session_state.omni.hooks.loader as loader, vllm_omni_session_state.plugin as plugin\n"
+        "import vllm_omni_session_state.omni.hooks.loader as loader\n"
+        "import vllm_omni_session_state.plugin as plugin\n"
         "def broken(): raise RuntimeError('no room')\n"
         "loader.install = broken; plugin.register()"
     )

@@ -64,7 +64,7 @@ def test_in_a_clean_environment_plugin_and_command_are_found_and_importing_takes
     told = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, env=environ)
     found = json.loads(told.stdout)
     assert (told.returncode, found["plugin"]["name"]) == (2, "session_state")
-    assert found["unseen"][0].startswith("the host is not there: vllm, vllm_omni, torch cannot be found by")
+    assert found["unseen"][0].startswith("vLLM-Omni is not there: vllm, vllm_omni, torch cannot be found by")
 
 
 @pytest.mark.skipif(not LONG, reason="installs torch: long run only")

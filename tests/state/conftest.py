@@ -6,6 +6,6 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _gradients_are_on():
-    """A worker of the host that ran in this process has turned them off for all of it."""
+    """A worker of vLLM-Omni that ran in this process has turned them off for all of it."""
     with torch.enable_grad():
         yield

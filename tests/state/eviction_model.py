@@ -72,7 +72,7 @@ class Model:
         if not there:
             self.refuse_the_lost(key)
         parked = there and self.place[key] != "device"
-        if not parked and not self.make_place(key) and self.loses_nobody:
+        if not parked and not self.reserve_kv_slot(key) and self.loses_nobody:
             raise RefusedError("no room")
         if parked or not there:
             self.begin(key)
@@ -83,10 +83,10 @@ class Model:
         if key not in self.place:
             self.refuse_the_lost(key)
             paid = False
-            while self.crowded(paid):
+            while self.over_capacity(paid):
                 paid = self.make_room() or paid
             self.used.append(key)
-        elif self.place[key] != "device" and not self.make_place(key):
+        elif self.place[key] != "device" and not self.reserve_kv_slot(key):
             raise RefusedError("stays parked")
         self.place[key] = "device"
         self.leases[key] = self.leases.get(key, 0) + 1
@@ -114,7 +114,7 @@ class Model:
             count, least = count + coming, 1
         return max(0, count - max(self.budget, least))
 
-    def crowded(self, paid):
+    def over_capacity(self, paid):
         if not self.idle:
             return False
         if len(self.at("device")) >= self.cap:
@@ -145,7 +145,7 @@ class Model:
             raise RefusedError("no room")
         return False
 
-    def make_place(self, key):
+    def reserve_kv_slot(self, key):
         """Whether the session has a place in the pool now."""
 
         def has(gone=()):

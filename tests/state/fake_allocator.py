@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from vllm_omni_session_state.offload import page_locked, copy
+from vllm_omni_session_state.offload import copy, page_locked
 
 
 class _Memory(bytearray):

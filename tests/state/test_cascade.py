@@ -12,10 +12,10 @@ import torch
 from tiered import FILE, HOSTED, LIVE, SIZE, all_hold, begin, files, fill, manager_of, places
 
 from vllm_omni_session_state import LatentBuffer
-from vllm_omni_session_state.offload import tree_spec
+from vllm_omni_session_state.accounting.release import Watch
 from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, TierFullError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.offload import tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 UNWRITABLE = (
@@ -85,7 +85,7 @@ def test_host_values_that_grow_beyond_the_budget_send_others_on(disk):
     with manager.lease("c") as session:
         session.attrs["frames"] = np.zeros(6 * HOSTED, dtype=np.uint8)
     assert [place for _, place in sorted(places(manager).items())] == ["disk", "disk", "device"]
-    assert manager.cascade.host.nbytes == 0
+    assert manager.offloader.host.nbytes == 0
 
 
 @pytest.mark.parametrize("on_lost", ["warn", "error"])

@@ -13,8 +13,14 @@ from profiles import LONG
 from saboteur import Saboteur
 from tiered import HOSTED, all_hold, begin, files, holds, manager_of, places
 
-from vllm_omni_session_state.base.errors import BadFileError, CannotParkError, NoRoomError, SessionRestoreFailedError, TierFaultError
 from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.base.errors import (
+    BadFileError,
+    CannotParkError,
+    NoRoomError,
+    SessionRestoreFailedError,
+    TierFaultError,
+)
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.file_system import System
 

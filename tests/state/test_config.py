@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS, FLAG, OPTIONS, options_of, resolve
+from vllm_omni_session_state.base.settings import (
+    ENV_FLAG,
+    ENV_MAX_SESSIONS,
+    FLAG,
+    OPTIONS,
+    options_of,
+    resolve,
+)
 
 
 def test_it_is_off_by_default():

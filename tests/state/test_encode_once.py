@@ -5,7 +5,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_omni_session_state.base.errors import AlreadyEncodedError, BadPayloadError, IdentityMismatchError, NotAllocatedError, NothingStagedError
+from vllm_omni_session_state.base.errors import (
+    AlreadyEncodedError,
+    BadPayloadError,
+    IdentityMismatchError,
+    NotAllocatedError,
+    NothingStagedError,
+)
 from vllm_omni_session_state.state.buffers import EncodeOnceKV
 
 IDENTITIES = st.sampled_from(["cup", "drawer"])

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from profiles import sized
 
-from vllm_omni_session_state.base import log
+from vllm_omni_session_state.base import log as log_module
 from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, TierFullError
-from vllm_omni_session_state.base.log import LOGGER, log_failure, log_rarely
 from vllm_omni_session_state.base.ids import show_in_the_clear
+from vllm_omni_session_state.base.log import LOGGER, log_failure, log_rarely
 from vllm_omni_session_state.manager.manager import SessionStateManager
 
 
@@ -32,12 +32,12 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def log():
-    log.forget_said()
+    log_module.forget_said()
     lines = Lines()
     LOGGER.addHandler(lines)
     yield lines
     LOGGER.removeHandler(lines)
-    log.forget_said()
+    log_module.forget_said()
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_refusals_of_two_kinds_do_not_hold_each_other_back(log, clock):
 
 def broken(depth=0):
     if depth:
-        raise ValueError("what the host says\nINFO all is well\x1b[2K")
+        raise ValueError("what vLLM-Omni says\nINFO all is well\x1b[2K")
     try:
         broken(1)
     except ValueError as error:
@@ -93,8 +93,8 @@ def test_a_surprise_keeps_its_traceback_once_and_is_a_line_a_minute_then(log, cl
     first, *later = [at for at, record in enumerate(log.records) if record.levelno == logging.ERROR]
     assert log.records[first].exc_info
     assert [log.records[at].exc_info for at in later] == [None, None]
-    assert log.text.count('in broken\n    raise ValueError("what the host says') == 1
-    assert "ValueError: what the host says\\nINFO all is well\\x1b[2K\n" in log.text
+    assert log.text.count('in broken\n    raise ValueError("what vLLM-Omni says') == 1
+    assert "ValueError: what vLLM-Omni says\\nINFO all is well\\x1b[2K\n" in log.text
     assert log.lines[-1] == "ERROR a call failed: KeyError: 'x' (5 more like it in the last 60 s)"
     assert "\x1b" not in log.text
     assert not [line for line in log.lines if line.startswith("INFO")]

@@ -11,10 +11,10 @@ from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionStateLostError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.omni.worker import budgets
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.worker import budgets
+from vllm_omni_session_state.state.session import Declaration
 
 SIZE = 1024
 ROBOTS = ("robot-A", "robot-B", "robot-C")
@@ -40,7 +40,7 @@ def manager_of(**bounds):
 
 
 def step(manager, key, *, size=SIZE):
-    """One step, as the host takes it; how many the session has had."""
+    """One step, as vLLM-Omni takes it; how many the session has had."""
     manager.prepare(key)
     with manager.lease(key) as session:
         session.attrs.setdefault("x", torch.zeros(size, dtype=torch.uint8))
@@ -82,7 +82,7 @@ def test_a_newcomer_of_ten_bytes_costs_one_session_and_that_is_the_one_unused_fo
     names = [f"s{number}" for number in range(10)]
     for name in names:
         step(manager, name)
-    manager.room.device_budget = SIZE
+    manager.capacity.device_budget = SIZE
     step(manager, "s9")
     assert losses(manager) == {}
     step(manager, "new", size=10)
@@ -97,7 +97,7 @@ def test_the_age_of_a_parked_session_is_that_of_its_last_use_and_not_of_its_park
         step(manager, name)
     manager.park("b")
     manager.park("a")
-    manager.room.device_budget = 0
+    manager.capacity.device_budget = 0
     step(manager, "c")
     step(manager, "d")
     assert sorted(manager.keys()) == ["b", "c", "d"]
@@ -110,7 +110,7 @@ def test_who_was_refused_stands_where_it_stood():
     for name in "abc":
         step(manager, name)
     manager.park("a")
-    manager.room.device_budget = SIZE
+    manager.capacity.device_budget = SIZE
     for _ in range(3):
         step(manager, "c")  # after each of them both are asked, and host memory has no room
         with pytest.raises(CannotParkError):
@@ -147,7 +147,7 @@ def test_as_many_are_lost_as_a_larger_session_needs_in_host_memory_and_no_more()
 @pytest.mark.parametrize("on_lost", ["warn", "error"])
 def test_where_as_many_are_parked_as_may_be_it_is_the_same(on_lost):
     manager = manager_of(tier=HostTier(budget=1 << 20), device_budget=None, max_sessions=1, max_parked=2)
-    manager.room.eviction.on_lost = on_lost
+    manager.capacity.eviction.on_lost = on_lost
     for name in "abc":
         step(manager, name)
     if on_lost == "error":
@@ -163,7 +163,7 @@ def test_where_as_many_are_parked_as_may_be_it_is_the_same(on_lost):
 
 def test_a_place_in_the_pool_costs_an_abandoned_session_and_no_living_one():
     manager = manager_of(tier=HostTier(budget=3 * SIZE), device_budget=None)
-    manager.room.pool = Places(manager, 3)
+    manager.capacity.pool = Places(manager, 3)
     abandon(manager, 6)
     for round_ in range(1, 6):
         assert [step(manager, robot) for robot in ROBOTS] == [round_] * 3
@@ -172,11 +172,11 @@ def test_a_place_in_the_pool_costs_an_abandoned_session_and_no_living_one():
 
 def test_where_everybody_in_the_pool_is_in_use_nobody_is_lost_for_a_place():
     manager = manager_of(tier=HostTier(budget=SIZE), device_budget=None)
-    manager.room.pool = Places(manager, 1)
+    manager.capacity.pool = Places(manager, 1)
     step(manager, "a")
     step(manager, "b")
     with manager.lease("b"):
-        assert manager.room.make_place("c") is not None
+        assert manager.capacity.reserve_kv_slot("c") is not None
     assert sorted(manager.keys()) == ["a", "b"]
     manager.check()
 
@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_of_abandoned_sessions_refuses_and_says_how_many_and
 def test_the_age_of_the_oldest_parked_session_is_told(disk, seconds, words):
     manager = manager_of(disk=disk)
     abandon(manager, 5)
-    manager._table.seats["abandoned-0"].used_at -= seconds
+    manager._table.entries["abandoned-0"].used_at -= seconds
     with pytest.raises(NoRoomError, match=f"the longest unused for {words};"):
         step(manager, "robot")
 
@@ -233,7 +233,7 @@ def test_what_the_setting_does_is_told_where_it_does_nothing(disk):
         NoRoomError, match="idle_drop_s=60 lets none of them go: no API server tells the time"
     ):
         step(manager, "robot")
-    manager.room.eviction.clock = True
+    manager.capacity.eviction.clock = True
     with pytest.raises(NoRoomError, match="idle_drop_s=60 lets none of them go yet"):
         step(manager, "robot")
 
@@ -302,7 +302,7 @@ def test_marked_sessions_stay_where_letting_them_go_would_make_no_room():
 
 def test_a_client_whose_stale_session_went_is_told_with_error_and_costs_nobody():
     manager = manager_of(tier=HostTier(budget=SIZE), max_sessions=1, on_lost="error")
-    manager.room.pool = Places(manager, 1)
+    manager.capacity.pool = Places(manager, 1)
     for name in "ab":
         step(manager, name)
         manager.mark_stale(name)
@@ -322,7 +322,7 @@ def test_a_device_that_has_no_more_than_its_budget_never_holds_more(on_lost, bud
         on_lost=on_lost,
         declaration=Declaration(device_nbytes=SIZE, host_fields=frozenset()),
     )
-    manager.room.fix_device_budget()
+    manager.capacity.fix_device_budget()
     allowed, refusals = max(budget, SIZE), 0
     for number in range(12):
         try:
@@ -343,7 +343,7 @@ def test_where_sessions_grow_beyond_what_the_tiers_hold_the_device_still_has_no_
         device_budget=2 * SIZE,
         declaration=Declaration(device_nbytes=SIZE, host_fields=frozenset()),
     )
-    manager.room.fix_device_budget()
+    manager.capacity.fix_device_budget()
     for number in range(8):
         step(manager, f"s{number}", size=SIZE // 2)
     for key in reversed(manager.keys()):
@@ -360,19 +360,19 @@ def test_a_tier_that_has_no_room_for_one_session_is_a_complaint_at_start(caplog,
         "host_budget": "512KiB",
         "disk": {"path": str(tmp_path), "budget": "1MiB"},
     }
-    settings, complaints = settings.resolve(True, {}, options=options)
+    resolved, complaints = settings.resolve(True, {}, options=options)
     assert complaints == ()
-    bounds = budgets.bounds_of(settings, several_ranks=False)
+    bounds = budgets.bounds_of(resolved, several_ranks=False)
     disk, why = budgets.disk_tier(bounds, keep=False)
     assert not why
     manager = SessionStateManager(device_budget=bounds.device, tier=HostTier(budget=bounds.host), disk=disk)
-    budgets.say_too_small(manager.cascade)
+    budgets.say_too_small(manager.offloader)
     assert caplog.records == [], "nothing is declared"
     for device, kv, lines in ((1 << 19, 0, 0), (1 << 19, 1, 1), (1 << 20, 1, 2)):
         manager.declaration = Declaration(device_nbytes=device, host_fields=frozenset())
-        manager.cascade.engine_nbytes = kv
+        manager.offloader.engine_nbytes = kv
         for _ in range(2):
-            budgets.say_too_small(manager.cascade)
+            budgets.say_too_small(manager.offloader)
         assert len(caplog.records) == lines
     texts = [record.getMessage() for record in caplog.records]
     assert [text.partition(" has room for no session")[0] for text in texts] == [

@@ -19,10 +19,15 @@ from profiles import sized
 from test_pool import Places
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionRestoreFailedError, SessionStateLostError
-from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.base.errors import (
+    CannotParkError,
+    NoRoomError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+)
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = st.sampled_from("abcdefg")
@@ -32,7 +37,7 @@ HOW = {NoRoomError: "no room", SessionRestoreFailedError: "stays parked", Sessio
 
 
 class Stop(SystemExit):
-    """As the host's worker turns a signal into one, wherever it is at that moment."""
+    """As vLLM-Omni's worker turns a signal into one, wherever it is at that moment."""
 
 
 class Faulty:
@@ -123,9 +128,9 @@ class EvictionMachine(RuleBasedStateMachine):
             declaration=Declaration(device_nbytes=SIZE, host_fields=frozenset()),
         )
         if places is not None:
-            self.manager.room.pool = Places(self.manager, places)
+            self.manager.capacity.pool = Places(self.manager, places)
         if hard:
-            self.manager.room.fix_device_budget()
+            self.manager.capacity.fix_device_budget()
         self.model = Model(
             cap=cap,
             budget=budget,
@@ -158,7 +163,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return lease
 
     def step(self, key):
-        if self.manager.room.pool is not None:
+        if self.manager.capacity.pool is not None:
             self.manager.prepare(key)
         self.enter(key).__exit__(None, None, None)
 
@@ -181,14 +186,14 @@ class EvictionMachine(RuleBasedStateMachine):
     def alone(self, real):
         """Do it to the manager alone, where something fails or stops the process: the rule still holds."""
         table = self.manager._table
-        resting = [seat for seat in table.resting(but=self.stepped) if seat.session.key != self.dropped]
-        may_go = [seat for seat in resting if seat.stale or not self.model.loses_nobody]
+        resting = [entry for entry in table.resting(but=self.stepped) if entry.session.key != self.dropped]
+        may_go = [entry for entry in resting if entry.stale or not self.model.loses_nobody]
         before = self.losses()
         with contextlib.suppress(*HOW, CannotParkError, Stop):
             real()
         for tier in self.tiers:
             tier.fault = None
-        gone = [seat for seat in resting if table.seats.get(seat.session.key) is not seat]
+        gone = [entry for entry in resting if table.entries.get(entry.session.key) is not entry]
         assert gone == may_go[: len(gone)], "one that was used earlier stays"
         assert self.losses() - before == len(gone), "lost in silence"
         self.follow()
@@ -201,10 +206,12 @@ class EvictionMachine(RuleBasedStateMachine):
     def follow(self):
         """Bring the lists to where the manager is."""
         table, model = self.manager._table, self.model
-        model.used = [seat.session.key for seat in sorted(table.seats.values(), key=lambda seat: seat.place)]
-        model.place = {key: seat.tier for key, seat in table.seats.items()}
-        model.leases = {key: len(seat.leases) for key, seat in table.seats.items()}
-        model.stale = {key for key, seat in table.seats.items() if seat.stale}
+        model.used = [
+            entry.session.key for entry in sorted(table.entries.values(), key=lambda entry: entry.place)
+        ]
+        model.place = {key: entry.tier for key, entry in table.entries.items()}
+        model.leases = {key: len(entry.leases) for key, entry in table.entries.items()}
+        model.stale = {key for key, entry in table.entries.items() if entry.stale}
         model.mourned = {key for key in "abcdefg" if table.losses.reason(key) is not None}
         model.lost = [None] * self.losses()
 
@@ -287,10 +294,10 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(budget=st.none() | st.integers(0, 3))
     def change_the_budget(self, budget):
-        if self.model.hard and (budget is None or budget * SIZE > self.manager.room._most):
+        if self.model.hard and (budget is None or budget * SIZE > self.manager.capacity._most):
             return
         self.model.budget = budget
-        self.manager.room.device_budget = None if budget is None else budget * SIZE
+        self.manager.capacity.device_budget = None if budget is None else budget * SIZE
 
     @precondition(lambda self: self.tiers)
     @rule(
@@ -304,7 +311,7 @@ class EvictionMachine(RuleBasedStateMachine):
         tier.fault, tier.left, tier.late = fault, left, late
 
     def on_its_way(self):
-        return [key for key, seat in self.manager._table.seats.items() if seat.moving]
+        return [key for key, entry in self.manager._table.entries.items() if entry.moving]
 
     @invariant()
     def is_where_the_lists_have_it(self):
@@ -312,12 +319,12 @@ class EvictionMachine(RuleBasedStateMachine):
             return
         self.manager.check()
         table, model = self.manager._table, self.model
-        by_use = sorted(table.seats.values(), key=lambda seat: seat.place)
-        assert [seat.session.key for seat in by_use if not seat.leases] == [
+        by_use = sorted(table.entries.values(), key=lambda entry: entry.place)
+        assert [entry.session.key for entry in by_use if not entry.leases] == [
             key for key in model.used if not model.leases.get(key)
         ]
-        assert {key: seat.tier for key, seat in table.seats.items()} == model.place
-        assert {key for key, seat in table.seats.items() if seat.stale} == model.stale
+        assert {key: entry.tier for key, entry in table.entries.items()} == model.place
+        assert {key for key, entry in table.entries.items() if entry.stale} == model.stale
         assert not self.on_its_way(), "whoever wants it waits for ever"
         assert self.losses() == len(model.lost)
         stale = self.manager.stats().get("lost:stale", 0)

@@ -10,11 +10,11 @@ from profiles import count
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.accounting import append_tracking
-from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 
 def allocated():

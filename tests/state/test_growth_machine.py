@@ -14,8 +14,8 @@ from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.accounting import append_tracking
 from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.accounting.regions import union
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 KEYS = st.sampled_from(["a", "b"])
 BUFFERS = st.sampled_from(["film", "score", "latents"])

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.base.ids import ENV_KEY, export_key, resolve, redacted_id, session_key, show_in_the_clear, display_id
+from vllm_omni_session_state.base.ids import (
+    ENV_KEY,
+    display_id,
+    export_key,
+    redacted_id,
+    resolve,
+    session_key,
+    show_in_the_clear,
+)
 
 
 @pytest.mark.parametrize("nobody", [None, ""])

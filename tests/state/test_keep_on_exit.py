@@ -11,14 +11,14 @@ import safetensors
 from tiered import FILE, begin, manager_of
 
 from vllm_omni_session_state.base.ids import fingerprint
-from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, leave_process
-from vllm_omni_session_state.offload.read_ahead import ReadAhead
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.files import read_file
 from vllm_omni_session_state.offload.file_system import System
+from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.read_ahead import ReadAhead
+from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, leave_process
 
 LARGE = 1 << 30
-STOP = 128 + signal.SIGTERM  # what the host's worker makes of the signal
+STOP = 128 + signal.SIGTERM  # what vLLM-Omni's worker makes of the signal
 
 
 def folders(top):
@@ -64,7 +64,7 @@ def test_a_stop_in_the_middle_of_the_shutdowns_own_parking_keeps_what_was_on_the
         patched.setattr(System, "fsync", staticmethod(stop))
         with pytest.raises(SystemExit) as stopped:
             leave_process(manager)
-    assert stopped.value.code == STOP, "the host hears of it as of any stop"
+    assert stopped.value.code == STOP, "vLLM-Omni hears of it as of any stop"
     assert "SystemExit while sessions are written: 6 of 8 are kept" in caplog.text
     (folder,) = folders(tmp_path / "t")
     other = DiskTier(tmp_path / "t", budget=LARGE)

@@ -22,8 +22,8 @@ from profiles import count
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 OPERATIONS = 1_000_000
 NAMES = ("x", "y", "z")

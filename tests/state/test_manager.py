@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.state.session import Declaration
 
 IDS = st.sampled_from([None, "", "default", "a", "b", "c", "d", "e", "f"])
@@ -80,7 +80,9 @@ class LruMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_list(self):
         self.manager.check()
-        assert [entry.session for entry in self.manager.listing()] == [display_id(key) for key, _ in self.model]
+        assert [entry.session for entry in self.manager.listing()] == [
+            display_id(key) for key, _ in self.model
+        ]
         assert len(self.manager) == len(self.model)
         stats = self.manager.stats()
         assert {

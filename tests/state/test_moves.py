@@ -37,7 +37,7 @@ def test_each_value_is_counted_at_the_first_bound_that_holds_it(bounds, data):
 
 def counted(manager):
     """Of each move that there was: how often, bytes, and how many failed."""
-    figures = manager.cascade.moves.figures()
+    figures = manager.offloader.moves.figures()
     assert set(figures) == {move.value for move in Move}
     for each in figures.values():
         assert sum(each["seconds"]["counts"]) == sum(each["nbytes"]["counts"])
@@ -52,7 +52,7 @@ def counted(manager):
 def test_moves_through_both_tiers_are_counted_with_their_bytes(disk):
     manager = manager_of(disk, host=HOSTED)
     begin(manager, *"ab")  # b takes a's place in host memory, and a sinks
-    slab = manager.cascade.host.nbytes
+    slab = manager.offloader.host.nbytes
     file = disk.nbytes
     assert counted(manager) == {"park:host": (2, 2 * slab, 0), "sink:disk": (1, file, 0)}
     with manager.lease("a"):
@@ -120,6 +120,6 @@ def test_a_restore_by_name_says_whether_it_is_on_the_device(disk):
     assert manager.restore("a")
     assert not manager.peek("a").parked
     assert not manager.restore("nobody")
-    manager.room.device_budget = 0
+    manager.capacity.device_budget = 0
     manager.park("a")
     assert not manager.restore("a"), "the budget has no room for it"

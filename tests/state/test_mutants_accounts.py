@@ -13,13 +13,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.accounting import accounts, ledger
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
 from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
 from vllm_omni_session_state.accounting.ledger import Ledger
-from vllm_omni_session_state.accounting.regions import TIER
-from vllm_omni_session_state.state.session import Declaration, Role, SessionState
 from vllm_omni_session_state.accounting.overlap_map import OverlapMap
+from vllm_omni_session_state.accounting.regions import TIER
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration, Role, SessionState
 
 FEW = settings(
     max_examples=100,

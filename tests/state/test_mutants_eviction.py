@@ -11,14 +11,14 @@ import test_eviction_machine as machine_tests
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from vllm_omni_session_state.manager.offloader import Offloader
-from vllm_omni_session_state.manager.eviction import EvictionPolicy
-from vllm_omni_session_state.manager.tiers import Tiers
-from vllm_omni_session_state.manager.lru import LruOrder
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
-from vllm_omni_session_state.manager.table import Table
-from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.manager.eviction import EvictionPolicy
 from vllm_omni_session_state.manager.leases import Leases
+from vllm_omni_session_state.manager.lru import LruOrder
+from vllm_omni_session_state.manager.offloader import Offloader
+from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.manager.tiers import Tiers
+from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 FEW = settings(
     max_examples=200,
@@ -55,50 +55,50 @@ uses_unmark = with_disk(cases.test_a_use_unmarks)
 of_no_use = cases.test_marked_sessions_stay_where_letting_them_go_would_make_no_room
 growing = cases.test_where_sessions_grow_beyond_what_the_tiers_hold_the_device_still_has_no_more
 
-stay, shelve, resting, lose = Table.stay, Table.shelve, Table.resting, Table.lose
+stay, mark_parked, resting, lose = Table.stay, Table.mark_parked, Table.resting, Table.lose
 
 
 def who_was_refused_becomes_the_most_recent_one():
-    def stays(self, seat, device):
-        stay(self, seat, device)
-        self._use(seat)
+    def stays(self, entry, device):
+        stay(self, entry, device)
+        self._use(entry)
 
     return mock.patch.object(Table, "stay", stays)
 
 
 def who_was_refused_becomes_the_oldest_one():
-    def stays(self, seat, device):
-        seat.place = -seat.place
-        stay(self, seat, device)
+    def stays(self, entry, device):
+        entry.place = -entry.place
+        stay(self, entry, device)
 
     return mock.patch.object(Table, "stay", stays)
 
 
 def what_is_parked_counts_as_just_used():
-    def shelved(self, seat, parked):
-        seat.place = max((each.place for each in self.seats.values()), default=0) + 1
-        shelve(self, seat, parked)
+    def shelved(self, entry, parked):
+        entry.place = max((each.place for each in self.entries.values()), default=0) + 1
+        mark_parked(self, entry, parked)
 
-    return mock.patch.object(Table, "shelve", shelved)
+    return mock.patch.object(Table, "mark_parked", shelved)
 
 
 def the_oldest_is_who_was_parked_first():
     parked = {}
 
-    def shelved(self, seat, where):
-        parked.setdefault(seat.session.serial, len(parked))
-        shelve(self, seat, where)
+    def shelved(self, entry, where):
+        parked.setdefault(entry.session.serial, len(parked))
+        mark_parked(self, entry, where)
 
     def by_park(self, **how):
         there = resting(self, **how)
-        return sorted(there, key=lambda seat: (seat.parked is None, parked.get(seat.session.serial, 0)))
+        return sorted(there, key=lambda entry: (entry.parked is None, parked.get(entry.session.serial, 0)))
 
-    return mock.patch.multiple(Table, shelve=shelved, resting=by_park)
+    return mock.patch.multiple(Table, mark_parked=shelved, resting=by_park)
 
 
 def the_oldest_on_the_device_is_lost_before_any_that_is_parked():
     def device_first(self, **how):
-        return sorted(resting(self, **how), key=lambda seat: (seat.parked is not None, seat.place))
+        return sorted(resting(self, **how), key=lambda entry: (entry.parked is not None, entry.place))
 
     return mock.patch.object(Table, "resting", device_first)
 
@@ -124,19 +124,21 @@ def one_more_is_lost_than_makes_the_room():
 
 
 def bytes_of_others_are_paid_for_by_a_newcomer():
-    crowded = DeviceCapacity.crowded
-    return mock.patch.object(DeviceCapacity, "crowded", lambda self, **_: crowded(self, paid=False))
+    over_capacity = DeviceCapacity.over_capacity
+    return mock.patch.object(
+        DeviceCapacity, "over_capacity", lambda self, **_: over_capacity(self, paid=False)
+    )
 
 
 def a_use_does_not_unmark():
     seat_of = Leases._seat
 
     def marked(self, key, *args, **how):
-        stale = {seat.session.serial for seat in self._table.seats.values() if seat.stale}
-        seat = seat_of(self, key, *args, **how)
-        if seat is not None:
-            seat.stale = seat.session.serial in stale
-        return seat
+        stale = {entry.session.serial for entry in self._table.entries.values() if entry.stale}
+        entry = seat_of(self, key, *args, **how)
+        if entry is not None:
+            entry.stale = entry.session.serial in stale
+        return entry
 
     return mock.patch.object(Leases, "_seat", marked)
 
@@ -164,11 +166,11 @@ def a_reserved_device_is_not_watched():
 def a_stop_leaves_a_session_on_its_way():
     arrive = Offloader.arrive
 
-    def unless_stopped(self, seat):
+    def unless_stopped(self, entry):
         import sys
 
         if not isinstance(sys.exc_info()[1], SystemExit):
-            arrive(self, seat)
+            arrive(self, entry)
 
     return mock.patch.object(Offloader, "arrive", unless_stopped)
 

@@ -11,7 +11,7 @@ import test_growth_machine as machine_tests
 from hypothesis.stateful import run_state_machine_as_test
 from test_mutants_accounts import FEW
 
-from vllm_omni_session_state.accounting import identity_cache, append_tracking
+from vllm_omni_session_state.accounting import append_tracking, identity_cache
 from vllm_omni_session_state.accounting.accounts import Accounts
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
 from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog
@@ -156,7 +156,9 @@ def lists_of_the_other_role_are_forgotten():
 
 
 def a_glance_trusts_the_place():
-    return mock.patch.object(identity_cache.UnchangedTensors, "same", lambda self, items: len(items) == len(self._tensors))
+    return mock.patch.object(
+        identity_cache.UnchangedTensors, "same", lambda self, items: len(items) == len(self._tensors)
+    )
 
 
 def a_glance_overlooks_another_storage():

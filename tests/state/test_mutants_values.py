@@ -12,10 +12,9 @@ import test_stays as stays
 import torch
 
 from vllm_omni_session_state.accounting import arrays
-from vllm_omni_session_state.offload import pack, parking, decode, retained, tree_spec, slots
-from vllm_omni_session_state.base.errors import SessionStateError
 from vllm_omni_session_state.accounting.reach import Reach
-from vllm_omni_session_state.offload import files
+from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.offload import decode, files, pack, parking, retained, slots, tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 

@@ -18,9 +18,9 @@ from world import World
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.base.errors import CannotParkError
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize")
 
@@ -92,7 +92,7 @@ class Case:
         except CannotParkError:
             assert self.route == "disk"
         if self.route == "host then disk":
-            self.manager.cascade.leave_memory()
+            self.manager.offloader.flush_to_disk()
         self.manager.check()
 
     @property

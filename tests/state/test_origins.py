@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state.base import settings
-from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS, Settings, resolve
 from vllm_omni_session_state.base.ids import ENV_KEY
+from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS, Settings, resolve
 from vllm_omni_session_state.cli.settings_origin import origins, unread
 
 WORDS = st.sampled_from(["", " ", "1", "0", "on", "8GiB", "10%", "warn", "error", "maybe", "-3", "7.5", "12"])

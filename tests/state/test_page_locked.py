@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import sized
 from tiered import FILE, SIZE, all_hold, begin, manager_of
 
-from vllm_omni_session_state.offload import page_locked, copy
 from vllm_omni_session_state.base.errors import CannotParkError, TierFullError
+from vllm_omni_session_state.offload import copy, page_locked
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
 
@@ -139,11 +139,11 @@ def test_sessions_that_change_places_at_a_full_budget_are_within_it_after_each_s
     begin(manager, *"abcd")
     for name in "abcdabcdcabd":
         all_hold(manager, name)
-        manager.room.enforce()
+        manager.capacity.enforce()
         assert fake.allocated == manager.stats()["host_parked_nbytes"] + cached_in(manager)
         assert (
             fake.allocated + manager.stats().get("tier_nbytes:host:live:cpu", 0)
-            <= manager.cascade.host.budget
+            <= manager.offloader.host.budget
         )
     assert manager.stats()["parked_sessions"] >= 3
 
@@ -160,17 +160,17 @@ def test_two_that_change_places_beyond_the_budget_are_within_it_after_the_step(f
 
 
 def cached_in(manager):
-    return manager.cascade.host._cached_nbytes
+    return manager.offloader.host._cached_nbytes
 
 
 def test_a_step_is_followed_by_giving_back_what_the_budget_has_no_room_for(fake):  # noqa: F811
     manager = manager_of(None, host=LARGE, device=0)
     begin(manager, "a", "b")
-    manager.room.device_budget = None
+    manager.capacity.device_budget = None
     all_hold(manager, "a", "b")
     assert fake.active == 0
     assert fake.allocated == 2 * SLAB, "they fit, and are there for the next park"
-    manager.cascade.host.budget = SLAB
+    manager.offloader.host.budget = SLAB
     all_hold(manager, "a")
     assert fake.allocated == 0
 
@@ -181,7 +181,7 @@ def test_ranks_agree_by_what_a_declared_session_takes(fake):  # noqa: F811
     manager = manager_of(None, host=2 * declared, device=0, exchange=lambda mine: [mine])
     begin(manager, "a")
     assert manager.peek("a").parked
-    manager.room.device_budget = None
+    manager.capacity.device_budget = None
     begin(manager, "b")
     with pytest.raises(CannotParkError, match=f"{2 * declared - 16384} bytes left and 16384 are wanted"):
         manager.park("b")

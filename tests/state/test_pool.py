@@ -22,21 +22,21 @@ class Places:
         self.manager, self.places = manager, places
 
     def holds(self, key):
-        seat = self.manager._table.seats.get(key)  # it is asked under the lock
-        return seat is not None and not seat.session.parked and bool(seat.session.attrs)
+        entry = self.manager._table.entries.get(key)  # it is asked under the lock
+        return entry is not None and not entry.session.parked and bool(entry.session.attrs)
 
     def has_place(self, key):
-        return self.holds(key) or sum(map(self.holds, list(self.manager._table.seats))) < self.places
+        return self.holds(key) or sum(map(self.holds, list(self.manager._table.entries))) < self.places
 
 
 def manager_of(places=2, **tiers):
     manager = SessionStateManager(**tiers)
-    manager.room.pool = Places(manager, places)
+    manager.capacity.pool = Places(manager, places)
     return manager
 
 
 def step(manager, name):
-    """As the host's runner: a place is made first, then the forward takes its lease."""
+    """As vLLM-Omni's runner: a place is made first, then the forward takes its lease."""
     manager.prepare(name)
     with manager.lease(name) as session:
         if "x" not in session.attrs:
@@ -64,7 +64,7 @@ def test_where_host_memory_is_full_to_the_byte_sessions_still_change_places(on_l
     manager = manager_of(tier=HostTier(budget=4 * SLAB), on_lost=on_lost)
     rounds(manager, "abcdef")
     assert manager.stats()["parked_sessions"] == 4
-    assert manager.cascade.host.nbytes == manager.cascade.host.budget
+    assert manager.offloader.host.nbytes == manager.offloader.host.budget
     assert not [name for name in manager.stats() if name.startswith("lost:")]
 
 
@@ -119,8 +119,8 @@ def test_a_larger_session_does_not_take_the_place_of_a_smaller_one_in_a_full_tie
     step(manager, "b")
     with manager.lease("b") as session:
         session.attrs["more"] = torch.zeros(SIZE)
-    why = manager.room.make_place("a")
+    why = manager.capacity.reserve_kv_slot("a")
     assert why is not None
     assert "raise host_budget" in why
     assert not manager.peek("b").parked
-    assert manager.cascade.host.nbytes == SLAB
+    assert manager.offloader.host.nbytes == SLAB

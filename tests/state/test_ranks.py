@@ -18,13 +18,18 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionRestoreFailedError, SessionStateLostError
+from vllm_omni_session_state.base.errors import (
+    CannotParkError,
+    NoRoomError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+)
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.consensus import SIZE, RankStatus, status_of
 from vllm_omni_session_state.manager.losses import Reason
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 DECLARED = 1200  # above what a slab of any session here takes
 KEYS = st.sampled_from(["a", "b", "c", "d"])
@@ -81,7 +86,7 @@ class Rank:
         return told
 
     def use(self, key):
-        """One forward as the host's runner has it; what a client of it sees, and what is where afterwards."""
+        """One forward as vLLM-Omni's runner has it; what a client of it sees, and what is where after it."""
         self.messages = 0
         try:
             self.manager.prepare(key)
@@ -95,7 +100,7 @@ class Rank:
                 outcome = "new" if new else "goes on"
         except (NoRoomError, SessionRestoreFailedError, SessionStateLostError) as error:
             outcome = f"{type(error).__name__}: {error}"
-        assert self.messages == bool(self.manager.cascade), "one for each step, with a tier"
+        assert self.messages == bool(self.manager.offloader), "one for each step, with a tier"
         return outcome
 
     def place(self, key):
@@ -129,10 +134,10 @@ class Rank:
         self.manager.drop_all()
         self.manager.check()
         assert self.manager.stats()["total_nbytes"] == self.manager.stats()["disk_nbytes"] == 0
-        cascade = self.manager.cascade
-        assert cascade.host is None or cascade.host.nbytes == 0
-        if cascade.disk is not None:
-            cascade.disk.close()
+        offloader = self.manager.offloader
+        assert offloader.host is None or offloader.host.nbytes == 0
+        if offloader.disk is not None:
+            offloader.disk.close()
             self.folder.cleanup()
 
 
@@ -184,7 +189,7 @@ def test_two_ranks_decide_alike_whatever_each_holds_and_whatever_fails_on_it(
     for rank, fails_at in zip(ranks, faults, strict=True):
         rank.fails_at = fails_at
         if fixed:
-            rank.manager.room.fix_device_budget()
+            rank.manager.capacity.fix_device_budget()
     with ThreadPoolExecutor(2) as pool:
         for action, key in steps:
             first, second = together(ranks, pool, action, key)
@@ -427,7 +432,7 @@ def test_sessions_go_on_to_the_disk_on_both_ranks_and_one_that_cannot_write_keep
         assert first == second
         assert first[5] == ["disk", "disk", "host", "device"]
         assert "what this rank has of a parked session stays where it is" in caplog.text
-        files = [len(os.listdir(rank.manager.cascade.disk.folder)) for rank in ranks]  # noqa: PTH208
+        files = [len(os.listdir(rank.manager.offloader.disk.folder)) for rank in ranks]  # noqa: PTH208
         assert files == [2, 1]
         for key in "abcd":
             first, second = together(ranks, pool, "use", key)

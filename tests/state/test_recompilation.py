@@ -1,7 +1,7 @@
 """What comes back is what left, also to ``torch.compile``: a park and a restore cause no compilation.
 
 Compiled code guards on what it was compiled for: shapes, strides, which inputs are one tensor, and whether
-a tensor is an inference tensor, as the host's are. The backend counts and runs the graph as it is.
+a tensor is an inference tensor, as vLLM-Omni's are. The backend counts and runs the graph as it is.
 """
 
 import pytest
@@ -15,7 +15,7 @@ ROUNDS = 4
 
 
 def fill(session, number):
-    """Every kind of tensor that a session holds: the host's inference tensors and some ordinary ones."""
+    """Every kind of tensor that a session holds: vLLM-Omni's inference tensors and some ordinary ones."""
     with torch.inference_mode():
         base = torch.arange(48.0).reshape(6, 8) + number
         session.attrs["map"] = [base.clone(), base[:3].clone(), base]

@@ -10,8 +10,8 @@ from profiles import count
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.base.errors import NoRoomError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 SIZE = 100
 SLAB = 512  # what one storage of that size is charged in a slab
@@ -73,7 +73,7 @@ def test_a_victim_is_judged_by_what_would_really_go():
     for key in "abcd":
         with manager.lease(key) as session:
             session.attrs["x"] = shared if key in "ad" else torch.ones(SIZE, dtype=torch.uint8)
-    manager.room.device_budget = 2 * SIZE
+    manager.capacity.device_budget = 2 * SIZE
     with manager.lease("e"):
         pass
     assert [key for key in "abcd" if manager.peek(key).parked] == ["b"]
@@ -91,7 +91,7 @@ def test_a_storage_that_lives_on_outside_is_named_and_comes_back_as_itself(caplo
         session.attrs["own"] = torch.ones(SIZE, dtype=torch.uint8)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"), manager.lease("b"):
         pass
-    alive = manager._table.seats["a"].parked.alive
+    alive = manager._table.entries["a"].parked.alive
     assert [storage.nbytes() for storage in alive.values()] == [SIZE], "only its own bytes are freed"
     assert [record for record in caplog.records if "does not free its lent" in record.getMessage()]
     outside[0] = 7
@@ -162,7 +162,7 @@ def test_a_lease_that_ends_twice_ends_nobody_elses():
 
 
 def test_sixteen_threads_lose_nothing_and_leave_nothing():
-    """The library alone; in the host all of this runs on one thread."""
+    """The library alone; in vLLM-Omni all of this runs on one thread."""
     operations = count(100_000) // 16
     manager = SessionStateManager(max_sessions=6, device_budget=4 * SIZE, tier=HostTier(budget=1 << 30))
     failures = []
@@ -193,4 +193,4 @@ def test_sixteen_threads_lose_nothing_and_leave_nothing():
     manager.drop_all()
     manager.check()
     assert manager.stats()["total_nbytes"] == 0
-    assert manager.cascade.host.nbytes == 0
+    assert manager.offloader.host.nbytes == 0

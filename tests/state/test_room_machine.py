@@ -13,13 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import sized
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, SessionParkedError, SessionRestoreFailedError, SessionStateLostError, TierFaultError
-from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.accounting.regions import TIER
 from vllm_omni_session_state.accounting.release import Watch
-from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.base.errors import (
+    CannotParkError,
+    NoRoomError,
+    SessionParkedError,
+    SessionRestoreFailedError,
+    SessionStateLostError,
+    TierFaultError,
+)
+from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = st.sampled_from(["a", "b", "c", "d", "e"])
@@ -157,7 +164,7 @@ class RoomMachine(RuleBasedStateMachine):
                 self.fits_or_nobody_can_go()
 
     def fits_or_nobody_can_go(self):
-        room, accounts = self.manager.room, self.manager._table.accounts
+        room, accounts = self.manager.capacity, self.manager._table.accounts
         within = room.device_budget is None or accounts.idle_nbytes() <= room.device_budget
         places = [entry.place for entry in self.manager.listing()]
         live = 8 * (len(places) - places.count("disk"))  # their frames
@@ -208,7 +215,7 @@ class RoomMachine(RuleBasedStateMachine):
             self.refused(key, refusal)
 
     def refused(self, key, refusal):
-        strict = self.manager.room.eviction.on_lost == "error"
+        strict = self.manager.capacity.eviction.on_lost == "error"
         if isinstance(refusal, SessionRestoreFailedError):
             assert self.manager.peek(key).parked, "it is where it was"
         else:
@@ -257,7 +264,7 @@ class RoomMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers)
     @rule(budget=st.none() | st.integers(0, 4))
     def change_the_budget(self, budget):
-        self.manager.room.device_budget = None if budget is None else budget * SIZE
+        self.manager.capacity.device_budget = None if budget is None else budget * SIZE
 
     @rule(key=KEYS)
     def touch_without_a_lease(self, key):
@@ -286,7 +293,7 @@ class RoomMachine(RuleBasedStateMachine):
         # Sessions in use are never asked for their place, so these may have come beside the cap's.
         self.most_held = max(self.most_held, len(held))
         on_device = stats["sessions"] - stats["parked_sessions"]
-        assert on_device <= manager.room.max_sessions + self.most_held or self.tiers
+        assert on_device <= manager.capacity.max_sessions + self.most_held or self.tiers
         assert stats["parked_sessions"] == 0 or self.tiers
         if self.host is not None:
             in_host = stats["parked_sessions"] - stats["disk_sessions"]

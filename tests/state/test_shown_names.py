@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state.base import ids
-from vllm_omni_session_state.base.ids import AmbiguousNameError, Names, resolve, redacted_id, show_in_the_clear, display_id
+from vllm_omni_session_state.base.ids import (
+    AmbiguousNameError,
+    Names,
+    display_id,
+    redacted_id,
+    resolve,
+    show_in_the_clear,
+)
 
 
 @contextlib.contextmanager
@@ -73,7 +80,9 @@ def test_a_name_means_the_session_that_a_listing_shows_like_it(keys, clear):
             assert names.find(display_id(key)) == key
             assert names.find(display_id(key), only="shown") == key
             assert names.find(key, only="id") == key
-            others = [other for other in keys if key in (display_id(other), redacted_id(other)) and other != key]
+            others = [
+                other for other in keys if key in (display_id(other), redacted_id(other)) and other != key
+            ]
             if not others:
                 assert names.find(key) == key
             elif clear and key == redacted_id(others[0]):

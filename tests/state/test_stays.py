@@ -15,12 +15,12 @@ from test_odd_values import no_collector
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.accounting import reach
-from vllm_omni_session_state.offload import tree_spec
 from vllm_omni_session_state.base.errors import CannotParkError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.state.session import Declaration
+from vllm_omni_session_state.offload import tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 LARGE = 3 << 20
 DECLARATION = Declaration(device_nbytes=1 << 30, host_fields=frozenset({"kept"}))
@@ -137,7 +137,7 @@ def test_a_list_under_a_name_of_the_device_and_one_of_host_memory_is_one_list(di
             session.attrs.update(moved=shared, kept=shared, also=[shared[0]])
         del shared
         manager.park("s")
-        manager.cascade.leave_memory()
+        manager.offloader.flush_to_disk()
         with manager.lease("s") as session:
             assert session.attrs["moved"] is session.attrs["kept"]
             assert session.attrs["also"][0] is session.attrs["kept"][0]
@@ -150,7 +150,7 @@ def test_a_buffers_own_container_under_another_name_stays_its_own(disk, maxlen):
         with manager.lease("s") as session:
             session.put("buffer", LatentBuffer()).replace([torch.ones(1)], maxlen=maxlen)
             session.attrs["alias"] = session.get("buffer").container
-        if manager.cascade.disk is None:
+        if manager.offloader.disk is None:
             manager.park("s")
         else:
             with pytest.raises(CannotParkError, match=r"objects\.buffer"):

@@ -18,11 +18,11 @@ import pytest
 from profiles import LONG
 from tiered import all_hold, begin, holds, manager_of, places
 
-from vllm_omni_session_state.base import log
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.omni.worker import lifecycle
+from vllm_omni_session_state.base import log
 from vllm_omni_session_state.offload import worker_dir
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.omni.worker import lifecycle
 
 PACKAGE = str(Path(log.__file__).parent)
 
@@ -61,15 +61,15 @@ def park_on_host(manager):
 
 
 def park_on_disk(manager):
-    host, manager.cascade.host = manager.cascade.host, None
+    host, manager.offloader.host = manager.offloader.host, None
     try:
         manager.park("d")
     finally:
-        manager.cascade.host = host
+        manager.offloader.host = host
 
 
 def make_room_on_host(manager):
-    manager.cascade.host.budget = manager.cascade.host.nbytes + 4 * 700
+    manager.offloader.host.budget = manager.offloader.host.nbytes + 4 * 700
     manager.park("d")
 
 
@@ -82,13 +82,13 @@ def bring_back_from_disk(manager):
 
 
 def take_a_step(manager):
-    manager.room.device_budget = 0
+    manager.capacity.device_budget = 0
     with manager.lease("b") as session:
         assert holds(session, ord("b"))
 
 
 def take_the_first_step(manager):
-    manager.room.device_budget = 0
+    manager.capacity.device_budget = 0
     begin(manager, "e")
 
 
@@ -112,9 +112,9 @@ def four(tmp_path):
         disk = DiskTier(tmp_path / str(len(made)), budget=1 << 20, keep=True)
         manager = manager_of(disk, host=1 << 20, device=None)
         begin(manager, *"abcd")
-        host, manager.cascade.host = manager.cascade.host, None
+        host, manager.offloader.host = manager.offloader.host, None
         manager.park("a")
-        manager.cascade.host = host
+        manager.offloader.host = host
         manager.park("b")
         manager.park("c")
         assert places(manager) == {"a": "disk", "b": "host", "c": "host", "d": "device"}
@@ -145,20 +145,20 @@ def test_a_stop_at_any_point_settles_every_session_where_it_is_whole(four, act):
             stops += 1
         if stopped.where is None:
             break
-        seats = manager._table.seats
-        assert not [key for key, seat in seats.items() if seat.moving or seat.leases], stopped.where
+        entries = manager._table.entries
+        assert not [key for key, entry in entries.items() if entry.moving or entry.leases], stopped.where
         manager._table.check()
         for name in "abcd":
             with manager.lease(name) as session:
                 assert holds(session, ord(name)), (name, stopped.where)
         manager._table.check()
-        manager.cascade.host.check()
+        manager.offloader.host.check()
         manager.drop_all()
     assert stops > 10
 
 
 def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_path, monkeypatch):
-    """As the host's worker does it: the signal's handler raises, and the worker shuts down."""
+    """As vLLM-Omni's worker does it: the signal's handler raises, and the worker shuts down."""
     disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
     manager = manager_of(disk, device=None)
     begin(manager, *"abc")
@@ -195,11 +195,11 @@ def test_a_shutdown_does_not_wait_for_ever_for_a_session_whose_mover_is_gone(tmp
     disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
     manager = manager_of(disk, device=None)
     begin(manager, *"abc")
-    seats = manager._table.seats
+    entries = manager._table.entries
     with manager._table.lock:
         for name in "ab":
-            manager._table.take(seats[name])
-            seats[name].moving = True
+            manager._table.take(entries[name])
+            entries[name].moving = True
     lifecycle.leave_process(manager)
     assert "2 sessions are not kept" in caplog.text
     assert "it is on its way, and nobody waits for it any longer" in caplog.text
@@ -210,11 +210,11 @@ def test_a_wait_for_a_session_that_arrives_in_time_is_no_refusal(tmp_path):
     disk = DiskTier(tmp_path / "parked", budget=1 << 20)
     manager = manager_of(disk, device=None)
     begin(manager, "a")
-    seat = manager._table.seats["a"]
+    entry = manager._table.entries["a"]
     with manager._table.lock:
-        manager._table.take(seat)
-        seat.moving = True
-    timer = threading.Timer(0.1, manager.cascade.arrive, (seat,))
+        manager._table.take(entry)
+        entry.moving = True
+    timer = threading.Timer(0.1, manager.offloader.arrive, (entry,))
     timer.start()
     assert manager.park("a", until=time.monotonic() + 60)
     timer.join()

@@ -10,9 +10,9 @@ from vllm_omni_session_state.accounting import append_tracking
 from vllm_omni_session_state.adapters.video_latents import FIELD, Policy, whole
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
 from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.state.session import Declaration, SessionState
-from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.state.session import Declaration, SessionState
 
 CHUNK = 64
 """Bytes."""
@@ -24,7 +24,7 @@ class Walked:
     def __init__(self, monkeypatch, *, disk=None, last=None):
         declaration = Declaration(device_nbytes=1 << 20, host_fields=frozenset({FIELD}))
         self.manager = SessionStateManager(declaration=declaration, disk=disk)
-        self.policy = Policy(spiller=self.manager.cascade.spiller, last=last)
+        self.policy = Policy(spiller=self.manager.offloader.spiller, last=last)
         self.items = 0
         footprint = append_tracking.footprint
 

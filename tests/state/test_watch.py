@@ -113,7 +113,7 @@ def test_rows_are_in_the_order_of_use_and_have_all_bytes(tmp_path):
     assert nbytes[redacted_id("c")] == {"disk": manager.stats()["disk_nbytes"]}
     assert nbytes[redacted_id("a")]["cpu"] == 1024 + 640
     manager.drop_all()
-    manager.cascade.disk.close()
+    manager.offloader.disk.close()
 
 
 def test_a_use_that_ends_is_told_of_as_such_and_others_are_not():
@@ -154,7 +154,7 @@ FEW = settings(
 
 
 @pytest.mark.parametrize(
-    "forgets", ["touch", "take", "stay", "shelve", "fetch", "unshelve", "_use", "lose", "remove"]
+    "forgets", ["touch", "take", "stay", "mark_parked", "fetch", "mark_resident", "_use", "lose", "remove"]
 )
 def test_a_change_that_is_not_noted_is_missed(forgets, monkeypatch, capsys):
     """The machine can fail: each of the places that note a change is needed."""

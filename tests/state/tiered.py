@@ -1,4 +1,4 @@
-"""Sessions that are told apart by a number, under a manager with tiers; see ``test_cascade.py``."""
+"""Sessions that are told apart by a number, under a manager with tiers; see ``test_offloader.py``."""
 
 from collections import deque
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.state.session import Declaration
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.state.session import Declaration
 
 SIZE = 1000
 LIVE = 650  # above what one session's host values take

@@ -20,21 +20,21 @@ import torch
 
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.admin import install
-from vllm_omni_session_state.omni.worker import rpc
+from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.server import hooks
-from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.worker import rpc
 
 MIB = 1 << 20
 
 
 class Runner(SimpleNamespace):
-    """Stands where the host's runner does, and can be held weakly as that can."""
+    """Stands where vLLM-Omni's runner does, and can be held weakly as that can."""
 
 
 class FakeEngine:
-    """Stands where the host's ``AsyncOmni`` does."""
+    """Stands where vLLM-Omni's ``AsyncOmni`` does."""
 
     def __init__(self, *, replicas=1, options=None, host_budget=64 * MIB):
         held = SimpleNamespace(model_config={"session_state": options or {}}, **{settings.FLAG: True})
@@ -67,10 +67,10 @@ class FakeEngine:
 
 
 class Live:
-    """An application that is connected as the host's is, and served from a thread with a loop of its own.
+    """An application that is connected as vLLM-Omni's is, and served from a thread with a loop of its own.
 
     Args:
-        api_key: Guards it with the host's own middleware.
+        api_key: Guards it with vLLM-Omni's own middleware.
         engine: A `FakeEngine`; one with these options where there is none.
         **options: The stage's ``session_state``; ``http`` is on.
     """
@@ -96,7 +96,7 @@ class Live:
 
         module = types.ModuleType("a server's module")
         setattr(module, seams.SERVER_BUILDER, FastAPI)
-        install.note_applications(module)
+        mount.note_applications(module)
         app = getattr(module, seams.SERVER_BUILDER)()
         attach_router(app)
         if self.api_key is not None:

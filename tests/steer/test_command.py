@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from desk_fakes import MIB, FakeEngine
 
+from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.cli import main, sessions, tables
 from vllm_omni_session_state.cli.client import Client
-from vllm_omni_session_state.base.ids import redacted_id
 
 pytestmark = pytest.mark.host
 
@@ -118,7 +118,9 @@ def test_one_session_is_shown_by_value(live, run):
     assert status == 0
     assert f"Session {redacted_id('a')}: idle" in out
     assert re.search(r"frames +Tensor +\(4, 256\) +4\.00 KiB", out)
-    assert json.loads(run("inspect", redacted_id("a"), "--json", "--url", server.url)[1])["session"] == redacted_id("a")
+    assert json.loads(run("inspect", redacted_id("a"), "--json", "--url", server.url)[1])[
+        "session"
+    ] == redacted_id("a")
 
 
 def test_sessions_are_parked_restored_reset_and_closed_a_line_each(live, run):

@@ -13,12 +13,12 @@ from desk_fakes import Runner
 from vllm_omni_session_state.base.ids import redacted_id, show_in_the_clear
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.admin import stats_poller, aggregate, stats_source
-from vllm_omni_session_state.omni.worker import publisher, lifecycle
-from vllm_omni_session_state.omni.stats_file import layout, place
+from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.admin import aggregate, stats_poller, stats_source
 from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
 from vllm_omni_session_state.omni.replicas.calls import Asked
-from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.omni.stats_file import layout, place
+from vllm_omni_session_state.omni.worker import lifecycle, publisher
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ class Workers:
         self.replicas = dict(enumerate(replicas))
         self.failures = []
         self.idle = True
-        self.attached = None  # as where the host's pools cannot be reached
+        self.attached = None  # as where vLLM-Omni's pools cannot be reached
         self.calls = 0
         self.asked_five_times = asyncio.Event()
 
@@ -83,7 +83,8 @@ def known(*replicas):
 
 def states(found):
     return {
-        row["session"]: (row["state"], row["ranks"], row["agree"]) for row in aggregate.rows(found.asked.answers)
+        row["session"]: (row["state"], row["ranks"], row["agree"])
+        for row in aggregate.rows(found.asked.answers)
     }
 
 
@@ -96,7 +97,9 @@ def test_what_a_worker_does_is_known_at_once_without_a_call():
     rank.manager.park("a")
     with rank.manager.lease("b"):
         found = made.look(rows=True)
-        assert [row["session"] for row in aggregate.rows(found.asked.answers)] == [redacted_id(key) for key in "acb"]
+        assert [row["session"] for row in aggregate.rows(found.asked.answers)] == [
+            redacted_id(key) for key in "acb"
+        ]
         assert states(found)[redacted_id("b")][0] == "in_use"
     rank.manager.drop_session("c")
     rank.manager.mark_lost("c", Reason.EXPIRED)
@@ -106,8 +109,8 @@ def test_what_a_worker_does_is_known_at_once_without_a_call():
     stats = rank.manager.stats()
     assert {name: said[name] for name in stats} == stats
     assert said["lost:expired"] == 1
-    assert said["moves"] == rank.manager.cascade.moves.figures()
-    assert (said["bounds"], said["pid"], said["kv"]) == (rank.manager.room.bounds(), os.getpid(), None)
+    assert said["moves"] == rank.manager.offloader.moves.figures()
+    assert (said["bounds"], said["pid"], said["kv"]) == (rank.manager.capacity.bounds(), os.getpid(), None)
     assert found.age_s == 0
     assert workers.calls == 1
 

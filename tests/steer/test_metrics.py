@@ -15,12 +15,12 @@ import yaml
 from desk_fakes import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni_session_state.offload import copy
 from vllm_omni_session_state.base.errors import SessionRestoreFailedError
 from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.move_stats import NBYTES, SECONDS
-from vllm_omni_session_state.omni.admin import stats_poller, metrics
+from vllm_omni_session_state.offload import copy
+from vllm_omni_session_state.omni.admin import metrics, stats_poller
 from vllm_omni_session_state.state.session import Declaration
 
 pytestmark = pytest.mark.host
@@ -126,10 +126,10 @@ def test_counts_equal_stats_after_a_scripted_run(live):
 def test_moves_are_histograms_of_seconds_and_bytes_and_what_fails_is_counted_apart(live, monkeypatch):
     server = live()
     manager = scripted(server)
-    monkeypatch.setattr(manager.cascade.host, "get", lambda parcel: 1 / 0)
+    monkeypatch.setattr(manager.offloader.host, "get", lambda parcel: 1 / 0)
     with pytest.raises(SessionRestoreFailedError), manager.lease("b"):
         pass
-    found, moves = fresh(server), manager.cascade.moves.figures()
+    found, moves = fresh(server), manager.offloader.moves.figures()
     done = {"park:host": 2, "park:disk": 0, "sink:disk": 0, "restore:host": 1, "restore:disk": 0}
     assert moves.keys() == done.keys()
     for name, held in moves.items():
@@ -163,7 +163,7 @@ def test_the_host_tier_is_what_counts_towards_its_budget(live):
         for tier, kind in (("device", "live"), ("host", "live"), ("host", "parked"))
     )
     assert (device, live_there, parked) == (4096, 200, 4096)
-    tier = manager.cascade.host
+    tier = manager.offloader.host
     assert tier.budget - live_there - parked == tier.room(200)
 
 

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from profiles import sized
 from rich.console import Console
 
+from vllm_omni_session_state.base.ids import display_id, redacted_id, show_in_the_clear
 from vllm_omni_session_state.cli import main, sessions, tables
 from vllm_omni_session_state.cli.client import NotDoneError, WorkerFailedError
-from vllm_omni_session_state.base.ids import redacted_id, show_in_the_clear, display_id
 
 pytestmark = pytest.mark.host
 
@@ -36,7 +36,14 @@ def is_printable(text):
 
 @pytest.mark.parametrize("clear", [True, False])
 def test_every_session_can_be_closed_by_what_the_listing_shows_and_that_one_alone(live, clear):
-    keys = ["robot-1", redacted_id("robot-1"), *hostile.NAMED, redacted_id(hostile.NAMED[0]), display_id("a\nb"), r"a\nb"]
+    keys = [
+        "robot-1",
+        redacted_id("robot-1"),
+        *hostile.NAMED,
+        redacted_id(hostile.NAMED[0]),
+        display_id("a\nb"),
+        r"a\nb",
+    ]
     keys = list(dict.fromkeys(keys))
     server = live(*keys, show_ids=clear)
     show_in_the_clear(clear)  # as the worker does

@@ -7,9 +7,9 @@ import pytest
 from desk_fakes import FakeEngine, Live
 
 from vllm_omni_session_state.base.ids import redacted_id
-from vllm_omni_session_state.omni.admin import install
-from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.omni.admin import mount
+from vllm_omni_session_state.omni.hooks import seams
 
 pytestmark = pytest.mark.host
 
@@ -55,7 +55,7 @@ def test_a_listing_shows_each_session_once_with_its_bytes_and_place(live):
 def test_what_is_parked_on_the_disk_is_no_host_memory(live, tmp_path):
     server = live("a", "b")
     manager = server.engine.managers[0]
-    manager.cascade.host, manager.cascade.disk = None, DiskTier(tmp_path / "disk", budget=1 << 20)
+    manager.offloader.host, manager.offloader.disk = None, DiskTier(tmp_path / "disk", budget=1 << 20)
     assert manager.park("b")
     file_nbytes = manager.stats()["disk_nbytes"]
     assert file_nbytes > 4096
@@ -65,7 +65,7 @@ def test_what_is_parked_on_the_disk_is_no_host_memory(live, tmp_path):
         assert found["nbytes"] == {"disk": file_nbytes}
     assert rows[redacted_id("a")]["nbytes"] == {"cpu": 4096}
     manager.drop_all()
-    manager.cascade.disk.close()
+    manager.offloader.disk.close()
 
 
 @pytest.fixture
@@ -261,7 +261,10 @@ def test_a_listing_during_a_running_step_is_answered_and_shows_what_is_in_use(li
             ]
     manager.park("b")
     rows = server.http("GET", SESSIONS)[1]["sessions"]
-    assert [(row["session"], row["state"]) for row in rows] == [(redacted_id("b"), "host"), (redacted_id("a"), "idle")]
+    assert [(row["session"], row["state"]) for row in rows] == [
+        (redacted_id("b"), "host"),
+        (redacted_id("a"), "idle"),
+    ]
     assert server.engine.calls == calls, "no worker was asked"
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_session_state.base.ids import redacted_id
-from vllm_omni_session_state.omni.admin import stats_poller, aggregate, metrics
-from vllm_omni_session_state.omni.worker import publisher
-from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
 from vllm_omni_session_state.manager.rows import Row
+from vllm_omni_session_state.omni.admin import aggregate, metrics, stats_poller
+from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
+from vllm_omni_session_state.omni.worker import publisher
 
 SECRET = "robot-0815-secret"
 

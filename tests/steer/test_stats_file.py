@@ -11,9 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from profiles import sized
 
 from vllm_omni_session_state.base.ids import digest, redacted_id
-from vllm_omni_session_state.omni.stats_file import layout
-from vllm_omni_session_state.omni.stats_file.layout import ROW, ROWS_AT, StatsWriter, UnreadableError, read_snapshot
 from vllm_omni_session_state.manager.rows import Row, in_order
+from vllm_omni_session_state.omni.stats_file import layout
+from vllm_omni_session_state.omni.stats_file.layout import (
+    ROW,
+    ROWS_AT,
+    StatsWriter,
+    UnreadableError,
+    read_snapshot,
+)
 
 KEYS = st.sampled_from([f"k{n}" for n in range(12)])
 ROWS = st.builds(

@@ -13,10 +13,10 @@ import pytest
 from profiles import count
 
 from vllm_omni_session_state.base.ids import digest
+from vllm_omni_session_state.manager.rows import Row
 from vllm_omni_session_state.omni.stats_file import place
 from vllm_omni_session_state.omni.stats_file.layout import StatsWriter, UnreadableError
 from vllm_omni_session_state.omni.stats_file.place import OwnFile, WorkerFile
-from vllm_omni_session_state.manager.rows import Row
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 from files import SESSION, document, final_files, same, storages
 
 from vllm_omni_session_state.base.errors import BadFileError
-from vllm_omni_session_state.offload.read_ahead import MOST
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.read_ahead import MOST
 
 
 @pytest.fixture

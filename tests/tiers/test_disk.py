@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.offload import decode, tree_spec
 from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.offload.pack import pack, unpack
-from vllm_omni_session_state.offload import file_format
+from vllm_omni_session_state.offload import decode, file_format, tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.pack import pack, unpack
 
 
 @pytest.fixture

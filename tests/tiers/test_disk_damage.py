@@ -100,7 +100,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tier, monkeypatch):
     (path,) = final_files(tier.folder)
     real = os.fstat(os.open(path, os.O_RDONLY))
     path.write_bytes(path.read_bytes()[:-100])
-    monkeypatch.setattr("vllm_omni_session_state.offload.file_system.System.fstat", staticmethod(lambda fd: real))
+    monkeypatch.setattr(
+        "vllm_omni_session_state.offload.file_system.System.fstat", staticmethod(lambda fd: real)
+    )
     with pytest.raises(BadFileError, match="ends 100 bytes early"):
         tier.get(ticket)
 

@@ -15,7 +15,7 @@ from profiles import sized
 from saboteur import broken_call
 
 from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.offload import files, file_format
+from vllm_omni_session_state.offload import file_format, files
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.files import PART, read_file
 

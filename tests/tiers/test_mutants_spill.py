@@ -12,13 +12,13 @@ from spilled import chunks, filled
 from test_spill_machine import run
 
 from vllm_omni_session_state import LatentBuffer
-from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.adapters import video_latents
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.state.segments import Segments
-from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.state.segments import Segments
 
 FEW = settings(
     max_examples=60,

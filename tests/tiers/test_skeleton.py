@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.offload import decode, tree_spec
 from vllm_omni_session_state.base.errors import BadFileError, NotWritableError
+from vllm_omni_session_state.offload import decode, tree_spec
 from vllm_omni_session_state.offload.pack import Whole, pack, unpack
 from vllm_omni_session_state.offload.slots import TensorSlot
 

@@ -12,14 +12,14 @@ from spilled import chunk, chunks, filled, same
 from test_disk_faults import CALLS, Saboteur
 
 from vllm_omni_session_state import LatentBuffer
-from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
 from vllm_omni_session_state.base.errors import TierFaultError
-from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.base.ids import fingerprint
-from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
+from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.file_system import System
+from vllm_omni_session_state.offload.spill import SEGMENT, Spiller
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_buffer_that_nobody_holds_any_more_has_its_files_removed(spiller, tier
 
 
 def test_a_list_that_begins_with_the_same_item_keeps_what_came_before(spiller):
-    """As the host does when its window is full: it assigns a copy of what it read."""
+    """As vLLM-Omni does when its window is full: it assigns a copy of what it read."""
     wanted = chunks(SEGMENT + 5)
     buffer = filled(spiller, wanted)
     buffer.replace(list(buffer.container))

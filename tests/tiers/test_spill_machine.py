@@ -12,13 +12,13 @@ from spilled import chunk, described
 from test_disk_faults import CALLS
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.adapters.video_latents import FIELD, Policy, whole
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
 from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.offload import spill
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.offload.file_system import System
+from vllm_omni_session_state.offload.host_tier import HostTier
 
 KEYS = st.sampled_from(["a", "b"])
 LARGE = 1 << 24
@@ -61,7 +61,7 @@ class SpillMachine(RuleBasedStateMachine):
             patched.setattr(System, name, sabotaged(self, getattr(System, name)))
         self.disk = DiskTier(self.folder, budget=LARGE)
         self.manager = SessionStateManager(tier=HostTier(budget=LARGE), disk=self.disk)
-        self.policy = Policy(spiller=self.manager.cascade.spiller)
+        self.policy = Policy(spiller=self.manager.offloader.spiller)
         self.model = {}
 
     def teardown(self):
@@ -70,9 +70,9 @@ class SpillMachine(RuleBasedStateMachine):
                 self.fault = None
                 self.held.clear()
                 self.manager.drop_all()
-                self.manager.cascade.spiller.sweep()
+                self.manager.offloader.spiller.sweep()
                 self.disk._remove_strays()
-                assert self.disk.nbytes == self.manager.cascade.spiller.nbytes == 0
+                assert self.disk.nbytes == self.manager.offloader.spiller.nbytes == 0
                 self.disk.check()
                 self.disk.close()
 
@@ -169,7 +169,7 @@ class SpillMachine(RuleBasedStateMachine):
             self.held = [self.manager.peek(oldest)] * hold
             table = self.manager._table
             with table.lock:
-                table.lose(table.seats[oldest], Reason.COUNT)
+                table.lose(table.entries[oldest], Reason.COUNT)
             del table
             wanted = self.model.pop(oldest)
             if hold and self.fault is None:
@@ -191,7 +191,7 @@ class SpillMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         fault, self.fault = self.fault, None  # a look meets none
-        spiller = self.manager.cascade.spiller
+        spiller = self.manager.offloader.spiller
         self.manager.check()
         self.disk.check()
         sessions = [*map(self.manager.peek, self.manager.keys()), *self.held]

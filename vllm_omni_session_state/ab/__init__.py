@@ -5,7 +5,7 @@
 * `recording`: these, to a file and from one;
 * `tensors`: files of tensors, read without torch;
 * `outputs`: what a client gets, as named tensors;
-* `child`: one served run, in a process of its own; the only file that knows the host;
+* `child`: one served run, in a process of its own; the only file that knows vLLM-Omni;
 * `reports`: how it says what it does;
 * `jobs`: starts such a process and reads what it reports;
 * `course`, `face`: how far it is, and how that looks;

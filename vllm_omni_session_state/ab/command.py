@@ -1,6 +1,6 @@
 """The command ``ab``: what is asked for, two processes one after the other, and what came of them.
 
-This process imports neither the host nor, where all is equal, torch.
+This process imports neither vLLM-Omni nor, where all is equal, torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_omni_session_state.ab.workload.requests import MAX_SESSIONS, MAX_STEPS, numbered
 from vllm_omni_session_state.ab.compare.comparison import compare
-from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
+from vllm_omni_session_state.ab.compare.tensor_file import DamagedFileError
+from vllm_omni_session_state.ab.report.page import page
 from vllm_omni_session_state.ab.report.result import DIFFERENT, EQUAL, Result, Run, Step
+from vllm_omni_session_state.ab.report.text import some
+from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
 from vllm_omni_session_state.ab.runs.progress import ProgressView
 from vllm_omni_session_state.ab.runs.subprocess import THREADS, CouldNotRunError, run_job, settings
-from vllm_omni_session_state.ab.report.page import page
+from vllm_omni_session_state.ab.workload.requests import MAX_SESSIONS, MAX_STEPS, numbered
 from vllm_omni_session_state.ab.workload.trace import Trace
-from vllm_omni_session_state.ab.compare.tensor_file import DamagedFileError
-from vllm_omni_session_state.ab.report.text import some
-from vllm_omni_session_state.base.settings import ENV_FLAG as FLAG
 from vllm_omni_session_state.base.ids import ENV_KEY
 from vllm_omni_session_state.base.printable import printable
+from vllm_omni_session_state.base.settings import ENV_FLAG as FLAG
 
 CHILD = "vllm_omni_session_state.ab.runs.child"
 PHASES = {"loading": 60.0, "serving": 60.0, "stopping": 5.0}

@@ -2,7 +2,7 @@
 
 Ledgers stand apart where their bytes answer different questions: what the table's sessions hold, and of it
 what lies on the device with nobody using it, what lies in host memory by its role, and what is parked there;
-what sessions hold that left the table while somebody still uses them; what is staged; what the host keeps of
+what sessions hold that left the table while somebody still uses them; what is staged; what vLLM-Omni keeps of
 a session outside of it. A session is an owner by its serial number, so that one that left the table and a
 newer one under its key are two.
 
@@ -34,7 +34,9 @@ class _Late:
 
     def __init__(self) -> None:
         self._ledger = Ledger()
-        self._later: dict[int, tuple[tuple[Region, ...], RegionLog | None] | None] = {}  # ``None``: to be released
+        self._later: dict[
+            int, tuple[tuple[Region, ...], RegionLog | None] | None
+        ] = {}  # ``None``: to be released
 
     def __contains__(self, owner: int) -> bool:
         return self._later[owner] is not None if owner in self._later else owner in self._ledger
@@ -169,7 +171,7 @@ class Accounts:
         return self._forget(owner)
 
     def charge_outside(self, name: str, regions: Iterable[Region]) -> None:
-        """Say what the host keeps under ``name`` beside the sessions; no regions: nothing any more."""
+        """Say what vLLM-Omni keeps under ``name`` beside the sessions; no regions: nothing any more."""
         self._outside.charge(name, regions)
 
     def held_by(self, owner: int) -> dict[str, int]:

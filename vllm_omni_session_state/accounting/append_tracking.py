@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from vllm_omni_session_state.accounting.sorted_list import SortedList
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList, StablePrefix
 from vllm_omni_session_state.accounting.footprint import NOTHING, Footprint, footprint
 from vllm_omni_session_state.accounting.identity_cache import is_plain
 from vllm_omni_session_state.accounting.regions import Region, Union, union
+from vllm_omni_session_state.accounting.sorted_list import SortedList
 
 SHORT = 16
 """Items of a list that costs less to walk each time than to keep account of."""

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vllm_omni_session_state.offload import slots
 from vllm_omni_session_state.accounting.footprint import StridedView
+from vllm_omni_session_state.offload import slots
 
 Array = np.ndarray[Any, Any]
 

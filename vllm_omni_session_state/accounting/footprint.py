@@ -37,7 +37,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni_session_state.accounting.regions import HOST, PINNED, Region, Union, as_region, nbytes_by_device, union
+from vllm_omni_session_state.accounting.regions import (
+    HOST,
+    PINNED,
+    Region,
+    Union,
+    as_region,
+    nbytes_by_device,
+    union,
+)
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter

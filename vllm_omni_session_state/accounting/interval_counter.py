@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 
-from vllm_omni_session_state.accounting.sorted_list import CHUNK, NONE, SortedList
 from vllm_omni_session_state.accounting.overlap_map import OverlapMap
+from vllm_omni_session_state.accounting.sorted_list import CHUNK, NONE, SortedList
 
 
 class IntervalCounter:

@@ -75,7 +75,9 @@ def reach(values: Iterable[object]) -> Reach:
 
 
 def _referents(value: Any, kind: type) -> list[Any]:
-    if issubclass(kind, _NOWHERE) or (kind.__module__.partition(".")[0] == _OURS and kind is not AppendTrackedList):
+    if issubclass(kind, _NOWHERE) or (
+        kind.__module__.partition(".")[0] == _OURS and kind is not AppendTrackedList
+    ):
         return []
     if kind is types.FunctionType:
         closure, named = value.__closure__ or (), value.__kwdefaults__ or {}

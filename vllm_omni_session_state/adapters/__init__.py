@@ -1,7 +1,7 @@
 """Where each supported model keeps its session state: one file a model.
 
 An adapter is a module with ``attach(pipeline, manager, patches, *, video_latents)``. It says where fields
-live and nothing else; the model's logic stays the host's.
+live and nothing else; the model's logic stays vLLM-Omni's.
 """
 
 from __future__ import annotations

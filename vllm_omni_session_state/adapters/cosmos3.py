@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_omni_session_state.adapters.patches import Patches
 from vllm_omni_session_state.accounting.arrays import bytes_of
-from vllm_omni_session_state.base.settings import VideoLatents
+from vllm_omni_session_state.adapters.patches import Patches
 from vllm_omni_session_state.base.errors import SeamMismatchError
-from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.ids import session_key
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.state.buffers import EncodeOnceKV
 from vllm_omni_session_state.state.session import SessionState
@@ -38,7 +38,7 @@ BRANCHES = ("und_kv", "und_kv_neg")
 
 
 class Transformer(Protocol):
-    """What this adapter reads and writes of the host's ``Cosmos3VFMTransformer``."""
+    """What this adapter reads and writes of vLLM-Omni's ``Cosmos3VFMTransformer``."""
 
     cached_kv: list[KVPair] | None
     cached_freqs_gen: KVPair | None
@@ -48,7 +48,7 @@ class Transformer(Protocol):
 
 
 class Pipeline(Protocol):
-    """What this adapter reads of the host's ``Cosmos3OmniDiffusersPipeline``."""
+    """What this adapter reads of vLLM-Omni's ``Cosmos3OmniDiffusersPipeline``."""
 
     transformer: Transformer
 
@@ -57,7 +57,7 @@ class Pipeline(Protocol):
 
 
 class Cosmos3State:
-    """One request's state, as the host's loop asks for it. The host calls these three methods by name.
+    """One request's state, as vLLM-Omni's loop asks for it. vLLM-Omni calls these three methods by name.
 
     Args:
         session: Where it lives.
@@ -121,7 +121,7 @@ class Cosmos3Adapter:
         self._lock = threading.Lock()
 
     def diffuse(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's denoising loop, around which the request's session begins and ends."""
+        """vLLM-Omni's denoising loop, around which the request's session begins and ends."""
         pipeline = self._pipeline()
         assert pipeline is not None, "whoever calls holds the pipeline"
         host = self._wrapped or functools.partial(type(pipeline).diffuse, pipeline)
@@ -131,7 +131,7 @@ class Cosmos3Adapter:
             identity_of(call.arguments, call.arguments["uncond_ids"], call.arguments["uncond_mask"]),
         )
         key = self._begin(session_key(call.arguments.get("session_id")))
-        call.arguments["session_id"] = key  # the host asks for its state, and drops it, by this key
+        call.arguments["session_id"] = key  # vLLM-Omni asks for its state, and drops it, by this key
         try:
             with self._manager.lease(key) as session:
                 state = self._calls[key] = Cosmos3State(session, identities, self._manager)
@@ -143,7 +143,7 @@ class Cosmos3Adapter:
             self._end(key, pipeline.transformer)
 
     def state_of(self, session_id: str | None) -> Cosmos3State | None:
-        """The state of a call under way, in place of the host's ``_new_cosmos3_state``."""
+        """The state of a call under way, in place of vLLM-Omni's ``_new_cosmos3_state``."""
         return self._calls.get(session_key(session_id))
 
     def _begin(self, request: str) -> str:
@@ -163,7 +163,7 @@ class Cosmos3Adapter:
         with self._lock:
             del self._calls[key]
         try:
-            # The host leaves the last branch here. Another call under way loads its own before it reads.
+            # vLLM-Omni leaves the last branch here. Another call under way loads its own before it reads.
             transformer.reset_cache()
         except Exception as error:  # noqa: BLE001 - nothing may raise after the forward's own body
             log_once(logging.WARNING, ("cosmos3", "reset_cache"), "Cosmos3's reset_cache() failed: %s", error)
@@ -224,7 +224,7 @@ def attach(
             raise SeamMismatchError(place, expected="the transformer's cache", found="nothing of that name")
     adapter = Cosmos3Adapter(pipeline, manager)
     patches.set(pipeline, "_memory_manager", manager)
-    # The host reads this for one thing only: to refuse transfer mode, which keeps no session state at all.
+    # vLLM-Omni reads this for one thing only: to refuse transfer mode, which keeps no session state at all.
     patches.set(pipeline, "_use_session_state", False)
     patches.set(pipeline, "_new_cosmos3_state", adapter.state_of)
     patches.set(pipeline, "diffuse", adapter.diffuse)

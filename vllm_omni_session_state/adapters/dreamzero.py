@@ -1,7 +1,7 @@
 """DreamZero: which field of the model's own state lives where.
 
 The view inherits vLLM-Omni's own ``DreamZeroState``, so every rule (frame accumulation, resets, encoder
-stream) is the host's and follows its version; what is written here is one line a field. Attention KV is
+stream) is vLLM-Omni's and follows its version; what is written here is one line a field. Attention KV is
 not here: the AR-Diffusion engine owns it.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from vllm_omni_session_state.adapters.video_latents import Policy, policy_of, whole
 from vllm_omni_session_state.adapters.patches import Patches
-from vllm_omni_session_state.base.settings import VideoLatents
-from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.adapters.video_latents import Policy, policy_of, whole
 from vllm_omni_session_state.base.ids import session_key
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.state.buffers import LatentBuffer
 from vllm_omni_session_state.state.session import Declaration, HoldsSession, SessionAttr, SessionState, Unset
@@ -31,12 +31,12 @@ HOST_FIELDS = frozenset({"stitched_buffer", "video_latents_across_time"})
 """Values that the model keeps in host memory; all others are on its device."""
 
 OUTSIDE = "vae._enc_feat_map"
-"""Where the host keeps a feature map beside the sessions'."""
+"""Where vLLM-Omni keeps a feature map beside the sessions'."""
 
 HOST_MODULE = "vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero"
 
 DECLARED = "DREAMZERO_MODEL_OWNED_STATE_BYTES_PER_SESSION"
-"""The host's constant for what one session holds on the device."""
+"""vLLM-Omni's constant for what one session holds on the device."""
 
 _OWN = frozenset({"_session", "_vae_encoder_window"})
 """What a view itself holds; everything else is the session's."""
@@ -125,11 +125,11 @@ class DreamZeroFields:
 
     @property
     def vae_encoder_window(self) -> int:
-        """Latent frames of encoder output that are kept; the host refuses to read more."""
+        """Latent frames of encoder output that are kept; vLLM-Omni refuses to read more."""
         return self._vae_encoder_window
 
     def get_concatenated_video_latents(self) -> torch.Tensor | None:
-        """The host's method of this name, over all chunks, wherever they are.
+        """vLLM-Omni's method of this name, over all chunks, wherever they are.
 
         Raises:
             LatentsUnreadableError: If some on the disk cannot be read; nothing has changed.
@@ -176,7 +176,7 @@ def _declared(view: type, name: str) -> object:
 
 @functools.cache
 def view_class(host_state: type) -> type[DreamZeroFields]:
-    """The host's state class with its fields in a session."""
+    """vLLM-Omni's state class with its fields in a session."""
     return type(
         "ManagedDreamZeroState",
         (DreamZeroFields, host_state),
@@ -185,7 +185,7 @@ def view_class(host_state: type) -> type[DreamZeroFields]:
 
 
 def view_of(session: SessionState, host_state: type, *, window: int) -> DreamZeroFields:
-    """A view of ``session``; the host's ``__init__``, which resets it, runs for a new session only."""
+    """A view of ``session``; vLLM-Omni's ``__init__``, which resets it, runs for a new session only."""
     cls = view_class(host_state)
     view = cls.__new__(cls)
     vars(view).update(_session=session, _vae_encoder_window=window)  # every step: past ``__setattr__``
@@ -195,7 +195,7 @@ def view_of(session: SessionState, host_state: type, *, window: int) -> DreamZer
 
 
 class Pipeline(Protocol):
-    """What this adapter reads of the host's ``DreamZeroPipeline``."""
+    """What this adapter reads of vLLM-Omni's ``DreamZeroPipeline``."""
 
     num_frame_per_block: int
     state: object
@@ -233,7 +233,7 @@ class DreamZeroAdapter:
         self._only_existing = False
 
     def get_or_create_state(self, session_id: str | None) -> DreamZeroFields:
-        """A view of that session, in place of the host's method of this name."""
+        """A view of that session, in place of vLLM-Omni's method of this name."""
         if self._only_existing and session_id not in self._manager:
             session = SessionState(session_key(session_id))  # of nobody: a look makes no session
         else:
@@ -241,7 +241,7 @@ class DreamZeroAdapter:
         return view_of(session, self._host_state, window=self._window)
 
     def drop_state(self, session_id: str | None) -> None:
-        """End that session, in place of the host's method, with the alias that would keep its view."""
+        """End that session, in place of vLLM-Omni's method, with the alias that would keep its view."""
         self._manager.drop_session(session_id)
         pipeline = self._host()
         alias = pipeline.state
@@ -250,7 +250,7 @@ class DreamZeroAdapter:
 
     @contextmanager
     def bind(self, session_id: str, state: object) -> Iterator[None]:
-        """The host's ``bind_ar_diffusion_state``: one forward, for which the session is leased."""
+        """vLLM-Omni's ``bind_ar_diffusion_state``: one forward, for which the session is leased."""
         pipeline = self._host()
         with self._manager.lease(session_id) as session:
             with type(pipeline).bind_ar_diffusion_state(pipeline, session_id, state):
@@ -260,19 +260,19 @@ class DreamZeroAdapter:
         self._manager.charge_outside(OUTSIDE, getattr(pipeline.vae, "_enc_feat_map", None))
 
     def decode(self, session_id: str | None = None) -> torch.Tensor:
-        """The host's ``decode_accumulated_video_latents``, which would make the session it looks for."""
+        """vLLM-Omni's ``decode_accumulated_video_latents``, which would make the session it looks for."""
         pipeline = self._host()
         with self._looking(session_id):
             return type(pipeline).decode_accumulated_video_latents(pipeline, session_id)
 
     def clear(self, session_id: str | None = None) -> None:
-        """The host's ``clear_accumulated_video_latents``, likewise."""
+        """vLLM-Omni's ``clear_accumulated_video_latents``, likewise."""
         pipeline = self._host()
         with self._looking(session_id):
             type(pipeline).clear_accumulated_video_latents(pipeline, session_id)
 
     def warmup_compile(self) -> None:
-        """The host's method of this name; it leaves its dummy frames in the default session, which ends."""
+        """vLLM-Omni's method of this name; it leaves its dummy frames in the default session, which ends."""
         pipeline = self._host()
         type(pipeline).warmup_compile(pipeline)
         self.drop_state(None)
@@ -323,7 +323,7 @@ def attach(
     patches.set(pipeline, "decode_accumulated_video_latents", adapter.decode)
     patches.set(pipeline, "clear_accumulated_video_latents", adapter.clear)
     patches.set(pipeline, "warmup_compile", adapter.warmup_compile)
-    # The host begins with a state for the default session. Of nobody here: an unused session in the table
+    # vLLM-Omni begins with a state for the default session. Of nobody here: an unused session in the table
     # would one day be the oldest and go with a warning that a rollout was lost.
     unused = view_of(
         SessionState(session_key(None)), DreamZeroState, window=int(pipeline.num_frame_per_block)

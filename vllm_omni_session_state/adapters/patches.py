@@ -1,4 +1,4 @@
-"""Attributes set on one object of the host, all of which can be taken back."""
+"""Attributes set on one object of vLLM-Omni, all of which can be taken back."""
 
 from __future__ import annotations
 

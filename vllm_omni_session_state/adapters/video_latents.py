@@ -1,6 +1,6 @@
 """What becomes of the chunks that DreamZero keeps of its video: all stay, or older ones are spilled or go.
 
-The chunks are read in one place, the host's ``get_concatenated_video_latents``, and written in one, the end
+The chunks are read in one place, vLLM-Omni's ``get_concatenated_video_latents``, and written in one, the end
 of a forward.
 """
 
@@ -10,20 +10,20 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
-from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.manager.manager import SessionStateManager
+from vllm_omni_session_state.offload.spill import Spiller
 from vllm_omni_session_state.state.buffers import LatentBuffer
 from vllm_omni_session_state.state.session import SessionState
-from vllm_omni_session_state.offload.spill import Spiller
 
 FIELD = "video_latents_across_time"
-"""The host's name for the list of chunks, each ``(B, C, T, H, W)``."""
+"""vLLM-Omni's name for the list of chunks, each ``(B, C, T, H, W)``."""
 
 READER = "get_concatenated_video_latents"
-"""The host's method that reads all of them."""
+"""vLLM-Omni's method that reads all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +62,19 @@ def policy_of(setting: VideoLatents, manager: SessionStateManager, pipeline: typ
     Args:
         setting: What the operator wrote.
         manager: Has the disk tier, or has none.
-        pipeline: The host's class.
+        pipeline: vLLM-Omni's class.
     """
     if isinstance(setting, int):
         return Policy(last=setting)
     if setting == "keep":
         return Policy()
     why = None
-    if manager.cascade.spiller is None:
+    if manager.offloader.spiller is None:
         why = "needs disk.path and disk.budget; set both, or set last:N"
     elif READER not in _names_in(getattr(pipeline, "decode_accumulated_video_latents", None)):
         why = f"needs a vLLM-Omni whose decode reads through {READER}()"
     if why is None:
-        return Policy(spiller=manager.cascade.spiller)
+        return Policy(spiller=manager.offloader.spiller)
     log_once(
         logging.WARNING,
         ("video_latents",),

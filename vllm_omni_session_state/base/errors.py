@@ -265,12 +265,12 @@ class EngineOwnedError(SessionStateError, TypeError):
 
 
 class SeamMismatchError(SessionStateError):
-    """A place in the host that the plugin hooks does not look as expected.
+    """A place in vLLM-Omni that the plugin hooks does not look as expected.
 
     Attributes:
         seam: Dotted name of the place.
         expected: What the plugin was written for.
-        found: What the installed host has.
+        found: What the installed vLLM-Omni has.
     """
 
     def __init__(self, seam: str, *, expected: str, found: str) -> None:

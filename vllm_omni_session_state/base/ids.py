@@ -18,12 +18,12 @@ import secrets
 from collections.abc import Iterable
 from typing import Literal
 
-from vllm_omni_session_state.base.settings import ENV_FLAG
 from vllm_omni_session_state.base.errors import SessionStateError
 from vllm_omni_session_state.base.printable import escaped
+from vllm_omni_session_state.base.settings import ENV_FLAG
 
 DEFAULT = "default"
-"""The session of a client that names none; the host's runner and pipelines use the same word."""
+"""The session of a client that names none; vLLM-Omni's runner and pipelines use the same word."""
 
 ENV_KEY = f"{ENV_FLAG}_ID_KEY"
 """The deployment's key, any text: child processes inherit it, and several machines can be given one."""
@@ -85,7 +85,7 @@ def display_id(key: str) -> str:
     if not _in_the_clear:
         return redacted_id(key)
     if len(key) > MOST_SHOWN:
-        return f"{escaped(key[: MOST_SHOWN // 2])}\\...{redacted_id(key)}"  # a dot is never escaped: nobody's own
+        return f"{escaped(key[: MOST_SHOWN // 2])}\\...{redacted_id(key)}"  # a dot is never escaped
     if _HASHED.fullmatch(key):
         return f"\\x73{key[1:]}"  # its "s" written out: only a hash looks like one
     return escaped(key)

@@ -1,8 +1,8 @@
 """What the plugin says, and how often.
 
-One logger below the host's own root, so that lines reach the handlers and the level that the operator
-chose for vLLM-Omni; without the host they go wherever the application sends them. What is said can hold a
-stranger's words, the host's errors among them: each message is one line that no terminal acts on.
+One logger below vLLM-Omni's own root, so that lines reach the handlers and the level that the operator
+chose for vLLM-Omni; without vLLM-Omni they go wherever the application sends them. What is said can hold a
+stranger's words, vLLM-Omni's errors among them: each message is one line that no terminal acts on.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Settings:
         on_lost: ``"warn"``, or ``"error"``: refuse a new session rather than lose another.
         video_latents: What becomes of the latents that a model keeps for a later decode of its video.
         keep_on_exit: Whether a worker that is shut down leaves its sessions on the disk.
-        kv_pool: Whether the device budget decides how large the engine's KV pool is, or the host alone.
+        kv_pool: Whether the device budget decides how large the engine's KV pool is, or vLLM-Omni alone.
         show_ids: Whether logs and listings show session ids in the clear.
         resume_s: Seconds for which a robot's session is kept after a disconnect, for a connection that
             names its explicit id; 0 keeps none.
@@ -213,7 +213,7 @@ def resolve(
     """Combine the deploy config with the environment.
 
     Args:
-        flag: The config field's value; ``None`` where the host has no such field.
+        flag: The config field's value; ``None`` where vLLM-Omni has no such field.
         environ: The process environment.
         options: The stage's ``model_config.session_state``; ``None`` where it has none.
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_omni_session_state.base import settings
-from vllm_omni_session_state.cli import settings_origin
 from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS
+from vllm_omni_session_state.cli import settings_origin
 from vllm_omni_session_state.omni import compat
 
 GROUP = "vllm_omni.general_plugins"
@@ -28,12 +28,12 @@ IN_ORDER, PROBLEMS, COULD_NOT_LOOK = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """This plugin, as the host will find it.
+    """This plugin, as vLLM-Omni will find it.
 
     Attributes:
         version: Of the installed distribution; ``None`` where there is none.
-        name: Of the entry point that the host finds; ``None`` where it finds none.
-        allowed: Whether ``VLLM_PLUGINS`` lets the host load it.
+        name: Of the entry point that vLLM-Omni finds; ``None`` where it finds none.
+        allowed: Whether ``VLLM_PLUGINS`` lets vLLM-Omni load it.
     """
 
     version: str | None
@@ -63,9 +63,9 @@ class Report:
     """What was found.
 
     Attributes:
-        plugin: As the host will find it.
+        plugin: As vLLM-Omni will find it.
         host: The versions of its packages.
-        seams: Each as it was looked at; empty where the host cannot be imported.
+        seams: Each as it was looked at; empty where vLLM-Omni cannot be imported.
         stages: Their settings.
         deploy_config: The file that was named.
         problems: What will not work as asked, and the remedy.
@@ -124,7 +124,7 @@ def examine(*, deploy_config: str | None = None) -> Report:
     Args:
         deploy_config: The deploy YAML that is served with.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what the host has to say, it says when it serves
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what vLLM-Omni has to say, it says when it serves
     report = Report(_plugin(), compat.versions(), deploy_config)
     _judge_plugin(report)
     _look_at_host(report)
@@ -169,13 +169,13 @@ def _look_at_host(report: Report) -> None:
     if missing:
         wanted = ", ".join(f"{name} {compat.TESTED[name]}" for name in missing)
         report.unseen.append(
-            f"the host is not there: {', '.join(missing)} cannot be found by {sys.executable}. "
+            f"vLLM-Omni is not there: {', '.join(missing)} cannot be found by {sys.executable}. "
             f"This was tested with {wanted}; run the command with the Python that serves"
         )
         return
     failure = compat.import_host()
     if failure is not None:
-        report.unseen.append(f"the host cannot be imported: {failure}")
+        report.unseen.append(f"vLLM-Omni cannot be imported: {failure}")
         return
     for version in report.host:
         if not version.known:
@@ -197,7 +197,7 @@ def _look_at_settings(report: Report) -> None:
     written: Mapping[str, Any] = {"stages": [{}]}
     if report.deploy_config is not None:
         if not report.seams:
-            report.unseen.append(f"without the host {report.deploy_config} cannot be read")
+            report.unseen.append(f"without vLLM-Omni {report.deploy_config} cannot be read")
             return
         try:
             written = compat.read_deploy_config(report.deploy_config)
@@ -210,17 +210,17 @@ def _look_at_settings(report: Report) -> None:
         held = {**stage, **(stage.get("engine_args") or {})}
         flag, options = held.get(FLAG), settings.options_of(SimpleNamespace(**held))
         found, complaints = settings_origin.origins(flag, os.environ, options=options)
-        settings, _ = settings.resolve(flag, os.environ, options=options)
+        resolved, _ = settings.resolve(flag, os.environ, options=options)
         heard.update((str(complaint), None) for complaint in complaints)
         budgets = None
         try:
-            budgets, ignored = compat.ignored(settings)
+            budgets, ignored = compat.ignored(resolved)
             heard.update(dict.fromkeys(ignored))
         except Exception as error:  # noqa: BLE001 - a per cent of a memory that is not there
             report.notes.append(f"the budgets cannot be worked out here: {type(error).__name__}: {error}")
-        report.stages.append(Stage(stage.get("stage_id"), settings.enabled, found, budgets))
+        report.stages.append(Stage(stage.get("stage_id"), resolved.enabled, found, budgets))
         replicas = compat.replicas_of(written, stage)
-        if settings.enabled and replicas > 1:
+        if resolved.enabled and replicas > 1:
             _judge_affinity(report, stage.get("stage_id"), replicas)
     for name, meant in settings_origin.unread(os.environ).items():
         heard[f"{name} is no setting and is not read" + (f"; do you mean {meant}?" if meant else "")] = None
@@ -243,7 +243,7 @@ def _judge_affinity(report: Report, stage_id: object, replicas: int) -> None:
 
 
 def _judge_places(report: Report, written: Mapping[str, Any]) -> None:
-    """Say what stands where the host drops it without a word."""
+    """Say what stands where vLLM-Omni drops it without a word."""
     key = OPTIONS.rpartition(".")[2]
     for name, home in ((FLAG, "a stage"), (key, "a stage's model_config")):
         if name in written:

@@ -19,9 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from vllm_omni_session_state.cli import doctor, sessions
-from vllm_omni_session_state.cli.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, ENV_API_KEY, Client, CommandError
 from vllm_omni_session_state.base.printable import printable
+from vllm_omni_session_state.cli import doctor, sessions
+from vllm_omni_session_state.cli.client import (
+    DEFAULT_TIMEOUT_S,
+    DEFAULT_URL,
+    ENV_API_KEY,
+    Client,
+    CommandError,
+)
 
 PROGRAM = "vllm-omni-session-state"
 COULD_NOT = 2
@@ -73,8 +79,8 @@ def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
 
 def _ab(asked: argparse.Namespace) -> int:
     try:
-        from vllm_omni_session_state.ab.runs import progress, subprocess  # noqa: PLC0415 - they need rich
         from vllm_omni_session_state.ab import command  # noqa: PLC0415 - they need rich
+        from vllm_omni_session_state.ab.runs import progress, subprocess  # noqa: PLC0415 - they need rich
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise
@@ -115,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     asked = commands.add_parser(
         "doctor",
         help="will it work here? Plugin, host, seams, settings",
-        description="Looks at the plugin, the host and its seams, and the settings in force. Serves nothing, "
+        description="Looks at the plugin, vLLM-Omni its seams, and the settings in force. Serves nothing, "
         "changes nothing.",
         epilog="exit status: 0 all right; 1 something will not work as asked; 2 could not look",
     )

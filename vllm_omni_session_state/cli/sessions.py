@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_session_state.cli.client import Client, CommandError, NotDoneError, WorkerFailedError
 from vllm_omni_session_state.base.printable import printable
+from vllm_omni_session_state.cli.client import Client, CommandError, NotDoneError, WorkerFailedError
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -11,8 +11,15 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from vllm_omni_session_state.base import settings
-from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS, FLAG, OPTIONS, Complaint, Settings
 from vllm_omni_session_state.base.ids import ENV_KEY
+from vllm_omni_session_state.base.settings import (
+    ENV_FLAG,
+    ENV_MAX_SESSIONS,
+    FLAG,
+    OPTIONS,
+    Complaint,
+    Settings,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,11 @@ def origins(
     flag: object, environ: Mapping[str, str], *, options: object = None
 ) -> tuple[tuple[Origin, ...], tuple[Complaint, ...]]:
     """Every setting with where it came from, and what was wrong; takes what ``resolve()`` takes."""
-    settings, complaints = settings.resolve(flag, environ, options=options)
+    resolved, complaints = settings.resolve(flag, environ, options=options)
     refused = {complaint.setting for complaint in complaints}
     found = []
     for field in fields(Settings):
-        value = getattr(settings, field.name)
+        value = getattr(resolved, field.name)
         name, variable, key, written = _places(field.name, flag, options)
         if environ.get(variable, "").strip() and variable not in refused:
             found.append(Origin(name, value, "environment", variable))

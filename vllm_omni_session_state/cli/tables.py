@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_omni_session_state.cli.doctor import COULD_NOT_LOOK, IN_ORDER, Report, Stage
 from vllm_omni_session_state.base.printable import printable
 from vllm_omni_session_state.base.sizes import Size
+from vllm_omni_session_state.cli.doctor import COULD_NOT_LOOK, IN_ORDER, Report, Stage
 
 SOURCES = {"environment": "environment", "config": "deploy YAML", "default": "default"}
 MARKS = {True: Text("ok", "green"), False: Text("NO", "bold red")}

@@ -1,6 +1,6 @@
 """Room on the device: which sessions leave it when there is too little.
 
-Only choices are made here, under the table's lock; the cascade moves what was chosen. With no tier and no
+Only choices are made here, under the table's lock; the offloader moves what was chosen. With no tier and no
 budget nothing ever moves. Several ranks choose alike: by the order of requests and by declared sizes.
 """
 
@@ -10,16 +10,16 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from vllm_omni_session_state.manager.offloader import Offloader
-from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
 from vllm_omni_session_state.base.errors import BudgetFixedError, CannotParkError
+from vllm_omni_session_state.base.ids import display_id, session_key
 from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
+from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.eviction import EvictionPolicy, Refused
-from vllm_omni_session_state.base.ids import session_key, display_id
-from vllm_omni_session_state.manager.entry import Seat
-from vllm_omni_session_state.offload.parking import Parked
 from vllm_omni_session_state.manager.kv_slots import KVSlots
+from vllm_omni_session_state.manager.offloader import Offloader
 from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.parking import Parked
 
 
 class DeviceCapacity:
@@ -27,7 +27,7 @@ class DeviceCapacity:
 
     Args:
         table: Whose sessions.
-        cascade: Where they go.
+        offloader: Where they go.
         max_sessions: Sessions on the device.
         device_budget: Bytes on the device of sessions that nobody uses, ``None``: any.
         eviction: Who is lost where nobody can leave unharmed.
@@ -40,13 +40,13 @@ class DeviceCapacity:
     def __init__(
         self,
         table: Table,
-        cascade: Offloader,
+        offloader: Offloader,
         *,
         max_sessions: int,
         device_budget: int | None,
         eviction: EvictionPolicy,
     ) -> None:
-        self.cascade = cascade
+        self.offloader = offloader
         self.max_sessions = max_sessions
         self._device_budget = device_budget
         self._most: int | None = None
@@ -81,16 +81,16 @@ class DeviceCapacity:
 
     def bounds(self) -> dict[str, int]:
         """Bytes of ``device``, ``host`` and ``disk``, where they are bounded, and ``max_parked``."""
-        host, disk = self.cascade.host, self.cascade.disk
+        host, disk = self.offloader.host, self.offloader.disk
         held = {
             "device": self._device_budget,
             "host": None if host is None else host.budget,
             "disk": None if disk is None else disk.budget,
-            "max_parked": self.cascade.max_parked,
+            "max_parked": self.offloader.max_parked,
         }
         return {name: value for name, value in held.items() if value is not None}
 
-    def crowded(self, *, paid: bool) -> bool:
+    def over_capacity(self, *, paid: bool) -> bool:
         """Whether a new session must wait for room that an idle one can give. Lock held.
 
         Args:
@@ -101,7 +101,7 @@ class DeviceCapacity:
             return False  # every session is in use: none of them can be asked
         if self._on_device() >= self.max_sessions:
             return True
-        return bool(self.cascade) and (self.fixed or not paid) and self._excess(newcomers=1) > 0
+        return bool(self.offloader) and (self.fixed or not paid) and self._excess(newcomers=1) > 0
 
     def make(self) -> bool:
         """Park the least recently used session that can be parked, else lose as many as make the room.
@@ -113,23 +113,23 @@ class DeviceCapacity:
             NoRoomError: If none can be parked, nobody may be lost, and those that are stale give too little.
         """
         refused: list[Refused] = []
-        while self.cascade:
-            seat, why = self._park(functools.partial(self._choose, refused, newcomers=1))
-            if seat is None:
+        while self.offloader:
+            entry, why = self._park(functools.partial(self._choose, refused, newcomers=1))
+            if entry is None:
                 break
             if why is None:
                 return False
-            refused.append(Refused(seat, why))
+            refused.append(Refused(entry, why))
         with self._table.lock:
             before = self._excess(newcomers=1)
 
-        def met(gone: Sequence[Seat]) -> bool:
-            left = [seat for seat in gone if seat.idle]
+        def met(gone: Sequence[Entry]) -> bool:
+            left = [entry for entry in gone if entry.idle]
             if len(left) == len(self._table.order):
                 return True  # nobody is left to be asked
             over = self._excess(newcomers=1, without=left)
             fits = not over or (over < before and not self.fixed)
-            return self._on_device() - len(left) < self.max_sessions and (fits or not self.cascade)
+            return self._on_device() - len(left) < self.max_sessions and (fits or not self.offloader)
 
         full = f"{self.max_sessions} sessions are kept ({ENV_MAX_SESSIONS})"
         full = str(refused[-1].why) if refused else full
@@ -146,7 +146,7 @@ class DeviceCapacity:
         with self._table.lock:
             return self._table.losses.reason(session_key(session_id)) is not None
 
-    def make_place(self, key: str) -> str | None:
+    def reserve_kv_slot(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
 
         Where none can be parked, as many are lost as make the place, if any may.
@@ -155,31 +155,33 @@ class DeviceCapacity:
             Why it has none; ``None`` if it has one.
         """
         pool = self.pool
-        if pool is None or not self.cascade or pool.has_place(key):
+        if pool is None or not self.offloader or pool.has_place(key):
             return None
         refused: list[Refused] = []
         with self._table.lock:
-            comer = self._table.seats.get(key)
+            comer = self._table.entries.get(key)
             swap = None if comer is None else comer.parked
 
-        def holder() -> Seat | None:
-            asked = [each.seat for each in refused]
-            idle = (self._table.seats[other] for other in self._table.order)
-            return next((seat for seat in idle if seat not in asked and pool.holds(seat.session.key)), None)
+        def holder() -> Entry | None:
+            asked = [each.entry for each in refused]
+            idle = (self._table.entries[other] for other in self._table.order)
+            return next(
+                (entry for entry in idle if entry not in asked and pool.holds(entry.session.key)), None
+            )
 
         while not pool.has_place(key):
-            seat, why = self._park(holder, swap=swap)
-            if seat is None:
+            entry, why = self._park(holder, swap=swap)
+            if entry is None:
                 break
             if why is not None:
-                refused.append(Refused(seat, why))
+                refused.append(Refused(entry, why))
         else:
             return None
         full = f"{pool.places} sessions have their KV in the engine's pool, and all of them are in use"
         full = str(refused[-1].why) if refused else full
 
-        def met(gone: Sequence[Seat]) -> bool:
-            return pool.has_place(key) or any(seat.idle and pool.holds(seat.session.key) for seat in gone)
+        def met(gone: Sequence[Entry]) -> bool:
+            return pool.has_place(key) or any(entry.idle and pool.holds(entry.session.key) for entry in gone)
 
         self.eviction.make(
             met,
@@ -198,14 +200,14 @@ class DeviceCapacity:
         """
         refused: list[Refused] = []
         asked = False
-        while self.cascade:
-            seat, why = self._park(functools.partial(self._choose, refused, newcomers=0))
-            if seat is None:
+        while self.offloader:
+            entry, why = self._park(functools.partial(self._choose, refused, newcomers=0))
+            if entry is None:
                 break
             asked = True
             if why is not None:
-                refused.append(Refused(seat, why))
-        self.cascade.relieve()
+                refused.append(Refused(entry, why))
+        self.offloader.enforce_host_budget()
         if not asked:
             return
         if refused and self.fixed:
@@ -223,8 +225,8 @@ class DeviceCapacity:
             )
 
     def _shrink(self, refused: Sequence[Refused]) -> None:
-        def met(gone: Sequence[Seat]) -> bool:
-            return not self._excess(without=[seat for seat in gone if seat.idle], least=self._own_nbytes)
+        def met(gone: Sequence[Entry]) -> bool:
+            return not self._excess(without=[entry for entry in gone if entry.idle], least=self._own_nbytes)
 
         with self._table.lock:
             latest = list(self._table.order)[-1:]  # it fits, or was reserved more than it declared
@@ -245,60 +247,61 @@ class DeviceCapacity:
             CannotParkError: If there is no tier, or it was refused; the session is where it was.
         """
         with self._table.lock:
-            there = self._table.arrived(key, until=until)
+            there = self._table.wait_until_placed(key, until=until)
             if there is not None and there.moving:
                 raise CannotParkError(display_id(key), "it is on its way, and nobody waits for it any longer")
             if there is None or not there.idle:
                 return there is not None and there.parked is not None
-            if not self.cascade:
+            if not self.offloader:
                 raise CannotParkError(
-                    display_id(key), "there is nowhere to park it; set host_budget, or disk.path and disk.budget"
+                    display_id(key),
+                    "there is nowhere to park it; set host_budget, or disk.path and disk.budget",
                 )
-        seat, why = self._park(lambda: there if self._stands(there) else None)
+        entry, why = self._park(lambda: there if self._stands(there) else None)
         if why is not None:
             raise CannotParkError(display_id(key), why)
-        return seat is not None
+        return entry is not None
 
     def _park(
-        self, choose: Callable[[], Seat | None], *, swap: Parked | None = None
-    ) -> tuple[Seat | None, Exception | None]:
+        self, choose: Callable[[], Entry | None], *, swap: Parked | None = None
+    ) -> tuple[Entry | None, Exception | None]:
         """Park an idle session: whom, if anybody, and what refused it, if anything did.
 
         Args:
             choose: Says whom. Called with the lock held.
-            swap: As for ``Cascade.down()``.
+            swap: As for ``Offloader.offload()``.
         """
-        going: list[Seat] = []
+        going: list[Entry] = []
         try:
             with self._table.lock:
-                seat = choose()
-                if seat is None:
+                entry = choose()
+                if entry is None:
                     return None, None
-                going.append(seat)
-                seat.moving = True
-                self._table.take(seat)
-            return seat, self.cascade.down(seat, swap=swap)
+                going.append(entry)
+                entry.moving = True
+                self._table.take(entry)
+            return entry, self.offloader.offload(entry, swap=swap)
         except BaseException as error:
-            self.cascade.stopped(error, going)
+            self.offloader.stopped(error, going)
             raise
 
-    def _park_again(self, seat: Seat, *, swap: Parked | None = None) -> Exception | None:
+    def _park_again(self, entry: Entry, *, swap: Parked | None = None) -> Exception | None:
         """Park a session that was refused before, if it still stands where it stood."""
-        return self._park(lambda: seat if self._stands(seat) else None, swap=swap)[1]
+        return self._park(lambda: entry if self._stands(entry) else None, swap=swap)[1]
 
-    def _stands(self, seat: Seat) -> bool:
-        return seat.idle and self._table.seats.get(seat.session.key) is seat
+    def _stands(self, entry: Entry) -> bool:
+        return entry.idle and self._table.entries.get(entry.session.key) is entry
 
     def _on_device(self) -> int:
-        return len(self._table.seats) - self._table.parked
+        return len(self._table.entries) - self._table.parked
 
     @property
     def _own_nbytes(self) -> int:
         """What a model declared of one session on the device."""
-        declaration = self.cascade.declaration
+        declaration = self.offloader.declaration
         return 0 if declaration is None else declaration.device_nbytes
 
-    def _excess(self, *, newcomers: int = 0, without: Sequence[Seat] = (), least: int = 0) -> int:
+    def _excess(self, *, newcomers: int = 0, without: Sequence[Entry] = (), least: int = 0) -> int:
         """Bytes of idle sessions beyond the budget. Lock held.
 
         Args:
@@ -306,45 +309,45 @@ class DeviceCapacity:
             without: Those of the idle ones that are not counted.
             least: What the budget is at least.
         """
-        budget, declared = self.device_budget, self.cascade.declared_nbytes
+        budget, declared = self.device_budget, self.offloader.declared_nbytes
         if budget is None:
             return 0
         if declared is None:
             accounts = self._table.accounts
-            held = accounts.idle_nbytes() - accounts.freed_without(seat.session.serial for seat in without)
+            held = accounts.idle_nbytes() - accounts.freed_without(entry.session.serial for entry in without)
         else:
             held = declared * (len(self._table.order) - len(without))
         if newcomers and self.fixed:  # one session at least was reserved, however small the budget is
             held, least = held + newcomers * self._own_nbytes, self._own_nbytes
         return max(0, held - max(budget, least))
 
-    def _choose(self, refused: Sequence[Refused], *, newcomers: int) -> Seat | None:
+    def _choose(self, refused: Sequence[Refused], *, newcomers: int) -> Entry | None:
         """The next session to park; ``None`` where none would help. Lock held.
 
         Args:
             refused: Those that are not asked again.
             newcomers: Sessions for which a place on the device is wanted beside those that are there.
         """
-        asked = {each.seat.session.key for each in refused}
-        seats = (self._table.seats[key] for key in self._table.order if key not in asked)
+        asked = {each.entry.session.key for each in refused}
+        entries = (self._table.entries[key] for key in self._table.order if key not in asked)
         if self._on_device() + newcomers > self.max_sessions:
-            return next(seats, None)
-        return self._oldest_that_helps(seats, self._excess(newcomers=newcomers))
+            return next(entries, None)
+        return self._oldest_that_helps(entries, self._excess(newcomers=newcomers))
 
-    def _oldest_that_helps(self, seats: Iterator[Seat], excess: int) -> Seat | None:
+    def _oldest_that_helps(self, entries: Iterator[Entry], excess: int) -> Entry | None:
         """The oldest session whose going helps to bring the bytes under the budget. Lock held."""
         accounts = self._table.accounts
-        if self.cascade.declared_nbytes is not None:
-            return next(seats, None) if excess else None
-        going: list[Seat] = []
+        if self.offloader.declared_nbytes is not None:
+            return next(entries, None) if excess else None
+        going: list[Entry] = []
         owners: list[int] = []
         freed = 0
-        while freed < excess and (seat := next(seats, None)) is not None:
-            going.append(seat)
-            owners.append(seat.session.serial)
+        while freed < excess and (entry := next(entries, None)) is not None:
+            going.append(entry)
+            owners.append(entry.session.serial)
             freed = accounts.freed_without(owners)
-        for index, seat in enumerate(going):
+        for index, entry in enumerate(going):
             # One whose every byte another of them reaches frees nothing by going.
             if freed > accounts.freed_without(owners[:index] + owners[index + 1 :]):
-                return seat
+                return entry
         return None

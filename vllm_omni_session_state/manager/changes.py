@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_omni_session_state.base.ids import digest, display_id
-from vllm_omni_session_state.manager.entry import Seat
-from vllm_omni_session_state.offload.parking import DiskLocation
+from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.rows import Row
 from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.parking import DiskLocation
 
 
 class Changes:
@@ -33,7 +33,7 @@ class Changes:
             over: Called when the manager's process ends its work. It must not raise.
         """
         with self._table.lock:
-            self._table.changed = set(self._table.seats)
+            self._table.changed = set(self._table.entries)
         self._table.notice, self._over = notice, over
 
     def end(self) -> None:
@@ -52,18 +52,18 @@ class Changes:
     def rows(self) -> dict[str, Row]:
         """All rows, by key; whoever watches has seen none of them by that."""
         with self._table.lock:
-            return {key: self._row(key, seat) for key, seat in self._table.seats.items()}
+            return {key: self._row(key, entry) for key, entry in self._table.entries.items()}
 
     def changed_rows(self) -> dict[str, Row | None]:
         """The rows that changed since this was last asked, by key; ``None`` for a session that has left."""
         table = self._table
         with table.lock:
             changed, table.changed = table.changed or (), set()
-            seats = ((key, table.seats.get(key)) for key in changed)
-            return {key: None if seat is None else self._row(key, seat) for key, seat in seats}
+            entries = ((key, table.entries.get(key)) for key in changed)
+            return {key: None if entry is None else self._row(key, entry) for key, entry in entries}
 
-    def _row(self, key: str, seat: Seat) -> Row:
-        nbytes = self._table.accounts.held_by(seat.session.serial)
-        if seat.parked is not None and isinstance(seat.parked.held, DiskLocation):
-            nbytes.update(seat.parked.nbytes_by_device)
-        return Row(display_id(key), digest(key), seat.tier, seat.used, seat.place, nbytes)
+    def _row(self, key: str, entry: Entry) -> Row:
+        nbytes = self._table.accounts.held_by(entry.session.serial)
+        if entry.parked is not None and isinstance(entry.parked.held, DiskLocation):
+            nbytes.update(entry.parked.nbytes_by_device)
+        return Row(display_id(key), digest(key), entry.tier, entry.used, entry.place, nbytes)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.accounting.footprint import NOTHING, footprint
 from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog, scan_appended
-from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.manager.entry import Seat
-from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.accounting.footprint import NOTHING, footprint
 from vllm_omni_session_state.accounting.regions import Region
-from vllm_omni_session_state.state.session import Declaration, SessionState, host_fields
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.host_tier import HostAllocation
+from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.state.session import Declaration, SessionState, host_fields
 
 
 def charge_session(
@@ -89,7 +89,7 @@ def _compare(session: SessionState, nbytes: int, declared: int) -> None:
         log_once(
             logging.WARNING,
             ("declared",),
-            "session %s holds %d bytes on the device and its model declared %d: the host reserves too "
+            "session %s holds %d bytes on the device and its model declared %d: vLLM-Omni reserves too "
             "little, and a full pool can run out of memory",
             display_id(session.key),
             nbytes,
@@ -109,8 +109,8 @@ class Charge(NamedTuple):
         table.accounts.settle(serial, device=self.device, host=self.host, parcel=self.parcel)
 
 
-def charge_of(seat: Seat, parked: Parked) -> Charge:
-    """What the session of that seat holds, parked like that."""
+def charge_of(entry: Entry, parked: Parked) -> Charge:
+    """What the session of that entry holds, parked like that."""
     slab = parked.held.slab if isinstance(parked.held, HostAllocation) else None
-    values = (*parked.in_place(seat.session), (slab,))
+    values = (*parked.in_place(entry.session), (slab,))
     return Charge(*(footprint(*each).regions for each in values))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from vllm_omni_session_state.base.errors import SessionRestoreFailedError, SessionStateError, without_frames
-from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.log import log_once
 
 T = TypeVar("T")
 
@@ -50,7 +50,9 @@ def status_of(message: bytes) -> RankStatus:
     return RankStatus(*message.rstrip(b"\0").decode(errors="ignore").split("\n", 2))
 
 
-def gather_status(exchange: AllGather | None, about: str, said: str = "", failed: str = "") -> list[RankStatus]:
+def gather_status(
+    exchange: AllGather | None, about: str, said: str = "", failed: str = ""
+) -> list[RankStatus]:
     """Tell all ranks; what each of them told, by rank.
 
     Args:

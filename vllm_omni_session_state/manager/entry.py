@@ -1,17 +1,17 @@
-"""The seats of the table: a session with who uses it, where it is and what waits for its last use to end."""
+"""Table entries: a session with who uses it, where it is and what waits for its last use to end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
 
-from vllm_omni_session_state.state.inspection import Whereabouts
 from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.state.inspection import Whereabouts
 from vllm_omni_session_state.state.session import SessionState
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class Entry:
     """One session of the table. Every field is read and written under the manager's lock.
 
     Attributes:

@@ -14,24 +14,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from vllm_omni_session_state.manager.offloader import Offloader
 from vllm_omni_session_state.base.errors import NoRoomError
-from vllm_omni_session_state.base.log import LOGGER, log_rarely
 from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.manager.entry import Seat
-from vllm_omni_session_state.manager.losses import Reason
-from vllm_omni_session_state.offload.parking import Parked
+from vllm_omni_session_state.base.log import LOGGER, log_rarely
 from vllm_omni_session_state.manager.charging import charge_session
+from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.manager.offloader import Offloader
 from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.offload.parking import Parked
 
-Met = Callable[[Sequence[Seat]], bool]
+Met = Callable[[Sequence[Entry]], bool]
 """Whether there is room once these sessions are on the device no more. Called with the table's lock held."""
 
 
 class Refused(NamedTuple):
     """A session that could not leave the device, and why."""
 
-    seat: Seat
+    entry: Entry
     why: Exception
 
 
@@ -40,7 +40,7 @@ class EvictionPolicy:
 
     Args:
         table: Whose sessions.
-        cascade: Where they are.
+        offloader: Where they are.
         on_lost: ``"error"``: nobody is lost to make room; with a disk tier nobody is either.
         idle_drop_s: Seconds after which the server marks a session stale, 0: never.
 
@@ -49,32 +49,32 @@ class EvictionPolicy:
     """
 
     def __init__(
-        self, table: Table, cascade: Offloader, *, on_lost: Literal["warn", "error"], idle_drop_s: float
+        self, table: Table, offloader: Offloader, *, on_lost: Literal["warn", "error"], idle_drop_s: float
     ) -> None:
         self.on_lost = on_lost
         self.clock = False
         self._idle_drop_s = idle_drop_s
         self._table = table
-        self._cascade = cascade
+        self._offloader = offloader
 
     @property
     def loses_nobody(self) -> bool:
         """Whether a new session is refused rather than another one lost that is not stale."""
-        return self.on_lost == "error" or self._cascade.disk is not None
+        return self.on_lost == "error" or self._offloader.disk is not None
 
     def mark(self, key: str) -> bool:
         """Mark a session stale, unless somebody uses it; the next use unmarks it. Takes the lock."""
         with self._table.lock:
-            seat = self._table.arrived(key)
-            if seat is None or not seat.resting:
+            entry = self._table.wait_until_placed(key)
+            if entry is None or not entry.resting:
                 return False
-            seat.stale = True
+            entry.stale = True
             return True
 
     def make(
         self,
         met: Met,
-        park: Callable[[Seat], Exception | None],
+        park: Callable[[Entry], Exception | None],
         refused: Sequence[Refused],
         *,
         why: str,
@@ -89,7 +89,7 @@ class EvictionPolicy:
             refused: Those that could not be parked, longest unused first.
             why: What is full, for the log.
             but: The key of a session that is not lost.
-            swap: As for ``Cascade.down()``.
+            swap: As for ``Offloader.offload()``.
 
         Returns:
             Whether somebody was lost.
@@ -101,14 +101,14 @@ class EvictionPolicy:
                 there = self._table.resting(but=but, stale=self.loses_nobody)
                 if met(()) or not there or not (lost or self._would_do(met, there, waiting, swap)):
                     return lost > 0
-                seat = there[0]
-                reason = self._reason(seat)
-                self._table.lose(seat, reason)
+                entry = there[0]
+                reason = self._reason(entry)
+                self._table.lose(entry, reason)
             lost += 1
-            self._end(seat)
+            self._end(entry)
             LOGGER.warning(
                 "session %s is lost (%s): room was wanted and %s; its rollout starts over at its next step",
-                display_id(seat.session.key),
+                display_id(entry.session.key),
                 reason.value,
                 why,
             )
@@ -121,7 +121,7 @@ class EvictionPolicy:
             why: What is full.
         """
         with self._table.lock:
-            parked = [seat.used_at for seat in self._table.seats.values() if seat.parked is not None]
+            parked = [entry.used_at for entry in self._table.entries.values() if entry.parked is not None]
         resting = ""
         if parked:
             since = _age(time.monotonic() - min(parked))
@@ -139,47 +139,51 @@ class EvictionPolicy:
             )
         return f"idle_drop_s={self._idle_drop_s:g} lets none of them go yet"
 
-    def _reason(self, seat: Seat) -> Reason:
-        if seat.stale:
+    def _reason(self, entry: Entry) -> Reason:
+        if entry.stale:
             return Reason.STALE
-        return Reason.TIER_FULL if self._cascade else Reason.COUNT
+        return Reason.TIER_FULL if self._offloader else Reason.COUNT
 
     def _would_do(
-        self, met: Met, there: Sequence[Seat], refused: Sequence[Refused], swap: Parked | None
+        self, met: Met, there: Sequence[Entry], refused: Sequence[Refused], swap: Parked | None
     ) -> bool:
         """Whether there would be room if all of these were lost, and those parked that then can be."""
-        takes = functools.partial(self._cascade.takes, gone=there, swap=swap)
-        parkable = [seat for seat, why in refused if seat.idle and seat not in there and takes(seat, why)]
+        takes = functools.partial(self._offloader.takes, gone=there, swap=swap)
+        parkable = [
+            entry for entry, why in refused if entry.idle and entry not in there and takes(entry, why)
+        ]
         return met([*there, *parkable])
 
     def _parked_now(
         self,
         met: Met,
-        park: Callable[[Seat], Exception | None],
+        park: Callable[[Entry], Exception | None],
         waiting: Sequence[Refused],
         swap: Parked | None,
     ) -> list[Refused]:
         """Park those for whom there is room now, until enough is there; those that wait still."""
         left = []
-        for seat, why in waiting:
+        for entry, why in waiting:
             with self._table.lock:
-                there = self._table.seats.get(seat.session.key) is seat and seat.idle
-                tries = there and not met(()) and self._cascade.takes(seat, why, swap=swap)
-            refused = park(seat) if tries else why
+                there = self._table.entries.get(entry.session.key) is entry and entry.idle
+                tries = there and not met(()) and self._offloader.takes(entry, why, swap=swap)
+            refused = park(entry) if tries else why
             if there and refused is not None:
-                left.append(Refused(seat, refused))
+                left.append(Refused(entry, refused))
         return left
 
-    def _end(self, seat: Seat) -> None:
+    def _end(self, entry: Entry) -> None:
         """Free what a lost session has: what is parked of it, and its place in an engine's pool."""
-        session = seat.session
-        if seat.parked is not None:
-            self._cascade.forget(seat)
+        session = entry.session
+        if entry.parked is not None:
+            self._offloader.forget(entry)
             session.reset()
             return
         for name in session.engine_names:
             session.objects[name].evict()
-        charge_session(session, self._table, self._cascade.declaration)  # what it is charged for is less now
+        charge_session(
+            session, self._table, self._offloader.declaration
+        )  # what it is charged for is less now
 
 
 def _age(seconds: float) -> str:

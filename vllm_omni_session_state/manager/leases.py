@@ -7,14 +7,14 @@ holds, and is the most recently used one.
 
 from __future__ import annotations
 
-from vllm_omni_session_state.manager.offloader import Offloader, finished
-from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.accounting.append_tracking import RegionLog
-from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.manager.entry import Seat
 from vllm_omni_session_state.accounting.regions import Region
+from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
+from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
 from vllm_omni_session_state.manager.charging import charge_session
+from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.offloader import Offloader, finished
 from vllm_omni_session_state.manager.table import Table
 
 
@@ -23,17 +23,17 @@ class Leases:
 
     Args:
         table: The sessions.
-        cascade: Brings them back.
+        offloader: Brings them back.
         room: Makes room for new ones.
     """
 
-    def __init__(self, table: Table, cascade: Offloader, room: DeviceCapacity) -> None:
+    def __init__(self, table: Table, offloader: Offloader, room: DeviceCapacity) -> None:
         self._table = table
-        self._cascade = cascade
-        self._room = room
+        self._offloader = offloader
+        self._capacity = room
 
-    def begin(self, key: str, lease: object | None, *, count: bool = True) -> Seat:
-        """The seat of a session that is on the device; waits, restores and makes room as it must.
+    def begin(self, key: str, lease: object | None, *, count: bool = True) -> Entry:
+        """The entry of a session that is on the device; waits, restores and makes room as it must.
 
         Args:
             key: The session's.
@@ -47,56 +47,56 @@ class Leases:
             NoRoomError: If it is new, there is no room and nobody may be lost.
         """
         asked, paid, why = False, False, None
-        coming: list[Seat] = []
+        coming: list[Entry] = []
         try:
             while True:
-                seat = self._seat(key, lease, count=count, paid=paid, coming=coming if asked else None)
-                if seat is None:
-                    paid = self._room.make() or paid
+                entry = self._seat(key, lease, count=count, paid=paid, coming=coming if asked else None)
+                if entry is None:
+                    paid = self._capacity.make() or paid
                 elif coming:
-                    self._cascade.back(seat, lease, no_place=why)
-                    return seat
-                elif seat.parked is None:
-                    return seat
+                    self._offloader.restore(entry, lease, no_place=why)
+                    return entry
+                elif entry.parked is None:
+                    return entry
                 else:
-                    why, asked = self._room.make_place(key), True
+                    why, asked = self._capacity.reserve_kv_slot(key), True
         except BaseException as error:
-            self._cascade.stopped(error, coming)
+            self._offloader.stopped(error, coming)
             raise
 
     def _seat(
-        self, key: str, lease: object | None, *, count: bool, paid: bool, coming: list[Seat] | None
-    ) -> Seat | None:
-        """The seat of a session, used from now on where it is on the device; ``None`` where there is no room.
+        self, key: str, lease: object | None, *, count: bool, paid: bool, coming: list[Entry] | None
+    ) -> Entry | None:
+        """The entry of a session, used from now on where it is on the device; ``None`` for no room.
 
         Args:
             key: The session's.
             lease: As for ``begin()``.
             count: As for ``begin()``.
-            paid: As for ``Room.crowded()``.
+            paid: As for ``DeviceCapacity.over_capacity()``.
             coming: Where to note that a parked one is on its way back from now on; ``None``: it stays.
         """
         table = self._table
         with table.lock:
-            seat = table.arrived(key)
-            if seat is None:
-                seat = self._newcomer(key, paid=paid)
-            if seat is None:
+            entry = table.wait_until_placed(key)
+            if entry is None:
+                entry = self._newcomer(key, paid=paid)
+            if entry is None:
                 return None
-            seat.stale = False
-            if seat.parked is None:
-                table.touch(seat, lease=lease, count=count)
+            entry.stale = False
+            if entry.parked is None:
+                table.touch(entry, lease=lease, count=count)
             elif lease is None:
                 raise SessionParkedError(display_id(key))
             elif coming is not None:
-                coming.append(seat)
-                table.fetch(seat)
-            return seat
+                coming.append(entry)
+                table.mark_in_transit(entry)
+            return entry
 
-    def _newcomer(self, key: str, *, paid: bool) -> Seat | None:
-        """A new session's seat; ``None`` while there is no room for one. Lock held."""
+    def _newcomer(self, key: str, *, paid: bool) -> Entry | None:
+        """A new session's entry; ``None`` while there is no room for one. Lock held."""
         self.refuse_the_lost(key)
-        return None if self._room.crowded(paid=paid) else self._table.open(key)
+        return None if self._capacity.over_capacity(paid=paid) else self._table.open(key)
 
     def refuse_the_lost(self, key: str) -> None:
         """Raise where a new session would be one that was lost, and may not start over in silence.
@@ -105,7 +105,7 @@ class Leases:
             SessionStateLostError: If it was, and ``on_lost`` is ``"error"``.
         """
         reason = self._table.losses.reason(key)
-        if reason is not None and self._room.eviction.on_lost == "error":
+        if reason is not None and self._capacity.eviction.on_lost == "error":
             raise SessionStateLostError(display_id(key), reason.value)
 
     def end(self, key: str, lease: object) -> bool:
@@ -114,12 +114,12 @@ class Leases:
         Returns:
             Whether a drop was waiting for this.
         """
-        seat = self._table.seats.get(key)
-        if seat is None or lease not in seat.leases:
+        entry = self._table.entries.get(key)
+        if entry is None or lease not in entry.leases:
             return False
         held: tuple[tuple[Region, ...], RegionLog | None] = (), None
         try:
-            held = charge_session(seat.session, self._table, self._cascade.declaration)
+            held = charge_session(entry.session, self._table, self._offloader.declaration)
         finally:
-            ended = finished(lambda: self._table.end_lease(seat, lease, *held))
+            ended = finished(lambda: self._table.end_lease(entry, lease, *held))
         return ended

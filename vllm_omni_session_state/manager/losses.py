@@ -45,6 +45,6 @@ class Losses:
         """Why the last session of that key was lost, if it was and nobody has started over since."""
         return self._remembered.get(fingerprint(key))
 
-    def forgive(self, key: str) -> None:
+    def clear(self, key: str) -> None:
         """The client knows: it reset, closed or began anew."""
         self._remembered.pop(fingerprint(key), None)

@@ -17,23 +17,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from vllm_omni_session_state.manager.offloader import Offloader
-from vllm_omni_session_state.base.settings import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
+from vllm_omni_session_state.base.ids import display_id, session_key
 from vllm_omni_session_state.base.log import LOGGER
-from vllm_omni_session_state.manager.eviction import EvictionPolicy
-from vllm_omni_session_state.manager.consensus import AllGather
-from vllm_omni_session_state.base.ids import session_key, display_id
-from vllm_omni_session_state.state.inspection import Entry, entry_of
-from vllm_omni_session_state.manager.losses import Reason
-from vllm_omni_session_state.manager.outside import Outside
+from vllm_omni_session_state.base.settings import DEFAULT_MAX_PARKED, DEFAULT_MAX_SESSIONS, ENV_MAX_SESSIONS
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
-from vllm_omni_session_state.state.session import Declaration, SessionState
+from vllm_omni_session_state.manager.changes import Changes
 from vllm_omni_session_state.manager.charging import charge_session
+from vllm_omni_session_state.manager.consensus import AllGather
+from vllm_omni_session_state.manager.eviction import EvictionPolicy
+from vllm_omni_session_state.manager.leases import Leases
+from vllm_omni_session_state.manager.losses import Reason
+from vllm_omni_session_state.manager.offloader import Offloader
+from vllm_omni_session_state.manager.outside import Outside
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
-from vllm_omni_session_state.manager.leases import Leases
-from vllm_omni_session_state.manager.changes import Changes
+from vllm_omni_session_state.state.inspection import Entry, entry_of
+from vllm_omni_session_state.state.session import Declaration, SessionState
 
 
 class SessionStateManager:
@@ -76,27 +76,29 @@ class SessionStateManager:
                 f"max_sessions={max_sessions!r} keeps no session; set {ENV_MAX_SESSIONS} to 1 or more"
             )
         self._table = Table()
-        self.cascade = Offloader(self._table, host=tier, disk=disk, max_parked=max_parked, exchange=exchange)
-        self.room = DeviceCapacity(
+        self.offloader = Offloader(
+            self._table, host=tier, disk=disk, max_parked=max_parked, exchange=exchange
+        )
+        self.capacity = DeviceCapacity(
             self._table,
-            self.cascade,
+            self.offloader,
             max_sessions=max_sessions,
             device_budget=device_budget,
-            eviction=EvictionPolicy(self._table, self.cascade, on_lost=on_lost, idle_drop_s=idle_drop_s),
+            eviction=EvictionPolicy(self._table, self.offloader, on_lost=on_lost, idle_drop_s=idle_drop_s),
         )
         self.watch = Changes(self._table)
         self.declaration = declaration
-        self._uses = Leases(self._table, self.cascade, self.room)
+        self._uses = Leases(self._table, self.offloader, self.capacity)
         self._outside = Outside(self._table)
 
     @property
     def declaration(self) -> Declaration | None:
         """What the model declared of one session."""
-        return self.cascade.declaration
+        return self.offloader.declaration
 
     @declaration.setter
     def declaration(self, declaration: Declaration | None) -> None:
-        self.cascade.declaration = declaration
+        self.offloader.declaration = declaration
 
     @contextmanager
     def lease(self, session_id: str | None) -> Iterator[SessionState]:
@@ -115,7 +117,7 @@ class SessionStateManager:
             with self._leased(session_key(session_id)) as session:
                 self._table.tell()
                 yield session
-            self.room.enforce()
+            self.capacity.enforce()
         finally:
             self._table.tell(ended=True)
 
@@ -145,19 +147,21 @@ class SessionStateManager:
         """
         key = session_key(session_id)
         with self._table.lock:
-            seat, place = self._table.arrived(key), self._table.place(key)
-            parked = seat is not None and seat.parked is not None
+            entry, place = self._table.wait_until_placed(key), self._table.place(key)
+            parked = entry is not None and entry.parked is not None
         if not parked:
-            if self.cascade:  # else none is ever parked
-                self.cascade.ranks.meet(key, place)
+            if self.offloader:  # else none is ever parked
+                self.offloader.ranks.meet(key, place)
             if not new:
-                return seat is not None
-            if seat is None:
+                return entry is not None
+            if entry is None:
                 self._uses.refuse_the_lost(key)
-            why = self.room.make_place(key)
-            if why is not None and self.room.eviction.loses_nobody:
-                raise self.room.eviction.refusal(why)  # else it is the engine that drops its oldest session
-        if parked or seat is None:
+            why = self.capacity.reserve_kv_slot(key)
+            if why is not None and self.capacity.eviction.loses_nobody:
+                raise self.capacity.eviction.refusal(
+                    why
+                )  # else it is the engine that drops its oldest session
+        if parked or entry is None:
             with self._leased(key, count=False):
                 pass
         return True
@@ -175,7 +179,7 @@ class SessionStateManager:
         Raises:
             CannotParkError: It stays on the device, and the error says why.
         """
-        return self.room.send(session_key(session_id), until=until)
+        return self.capacity.send(session_key(session_id), until=until)
 
     def mark_stale(self, session_id: str | None) -> bool:
         """Say that nobody has stepped a session for long: it may go when room is wanted. A use unmarks it.
@@ -186,7 +190,7 @@ class SessionStateManager:
         Raises:
             TypeError: For an id that is no string.
         """
-        return self.room.eviction.mark(session_key(session_id))
+        return self.capacity.eviction.mark(session_key(session_id))
 
     def restore(self, session_id: str | None) -> bool:
         """Bring a parked session back; where the budgets have no room for it, it is parked again.
@@ -198,7 +202,7 @@ class SessionStateManager:
             SessionRestoreFailedError: As for ``prepare()``, and so the others.
         """
         self.prepare(session_id, new=False)
-        self.room.enforce()
+        self.capacity.enforce()
         session = self.peek(session_id)
         return session is not None and not session.parked
 
@@ -208,7 +212,7 @@ class SessionStateManager:
         Returns:
             Whether it is parked there, and is being read. Few are at once, beside ``host_budget``.
         """
-        return self.cascade.begin(session_key(session_id))
+        return self.offloader.begin(session_key(session_id))
 
     @contextmanager
     def _leased(self, key: str, *, count: bool = True) -> Iterator[SessionState]:
@@ -230,7 +234,7 @@ class SessionStateManager:
         charge_session(session, self._table, self.declaration)
 
     def charge_outside(self, name: str, *values: object) -> None:
-        """Say what the host keeps of sessions outside of them, under a name of its own."""
+        """Say what vLLM-Omni keeps of sessions outside of them, under a name of its own."""
         self._outside.charge(name, *values)
 
     def drop_session(self, session_id: str | None) -> bool:
@@ -241,12 +245,12 @@ class SessionStateManager:
         Returns:
             Whether there was such a session.
         """
-        seat = self._table.remove(session_key(session_id))
-        if seat is None:
+        entry = self._table.remove(session_key(session_id))
+        if entry is None:
             return False
-        if not seat.leases:
-            self.cascade.forget(seat)
-            seat.session.reset()
+        if not entry.leases:
+            self.offloader.forget(entry)
+            entry.session.reset()
         self._table.tell()
         return True
 
@@ -263,15 +267,15 @@ class SessionStateManager:
     def drop_all(self) -> int:
         """End every session; returns how many there were."""
         with self._table.lock:
-            keys = list(self._table.seats)
+            keys = list(self._table.entries)
         return sum(self.drop_session(key) for key in keys)
 
     def peek(self, session_id: str | None) -> SessionState | None:
         """The session of that id or ``None``; looking does not make it recently used."""
         key = session_key(session_id)
         with self._table.lock:
-            seat = self._table.seats.get(key)
-            return None if seat is None else seat.session
+            entry = self._table.entries.get(key)
+            return None if entry is None else entry.session
 
     def keys(self) -> tuple[str, ...]:
         """The key of every session: parked ones, then idle ones by last use, then those in use."""
@@ -279,16 +283,16 @@ class SessionStateManager:
 
     def listing(self) -> tuple[Entry, ...]:
         """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
-        seats = map(self._table.seats.get, self.keys())
+        entries = map(self._table.entries.get, self.keys())
         return tuple(
-            entry_of(seat.session, self.declaration, seat.where) for seat in seats if seat is not None
+            entry_of(entry.session, self.declaration, entry.where) for entry in entries if entry is not None
         )
 
     def used(self, session_id: str | None) -> bool:
         """Whether somebody uses the session of that id, or it is on its way."""
         with self._table.lock:
-            seat = self._table.seats.get(session_key(session_id))
-            return seat is not None and seat.used
+            entry = self._table.entries.get(session_key(session_id))
+            return entry is not None and entry.used
 
     def stats(self) -> dict[str, int]:
         """Counters, and bytes as of each session's last settlement.
@@ -297,7 +301,11 @@ class SessionStateManager:
             By name, as the page on state has them: sessions, events, bytes. All ``nbytes:<device>``, or all
             ``tier_nbytes:<tier>:<live or parked>:<device>``, are together ``total_nbytes``.
         """
-        return {"max_sessions": self.room.max_sessions, **self._table.figures(), **self.cascade.figures()}
+        return {
+            "max_sessions": self.capacity.max_sessions,
+            **self._table.figures(),
+            **self.offloader.figures(),
+        }
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes of the table's sessions by device, each region once, as of their last settlement."""
@@ -305,16 +313,16 @@ class SessionStateManager:
             return self._table.accounts.held_by_device()
 
     def __len__(self) -> int:
-        return len(self._table.seats)
+        return len(self._table.entries)
 
     def __bool__(self) -> bool:
         """True also without sessions: an empty manager is a manager."""
         return True
 
     def __contains__(self, session_id: str | None) -> bool:
-        return session_key(session_id) in self._table.seats
+        return session_key(session_id) in self._table.entries
 
     def check(self) -> None:
         """Assert that every part is sound and that they agree. An expensive no-op."""
         self._table.check()
-        self.cascade.check()
+        self.offloader.check()

@@ -16,19 +16,39 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TypeVar
 
-from vllm_omni_session_state.base.errors import CannotParkError, NotWritableError, SessionRestoreFailedError, SessionStateError, TierFaultError, TierFullError, without_frames
-from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.manager.consensus import AllGather
 from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.base.errors import (
+    CannotParkError,
+    NotWritableError,
+    SessionRestoreFailedError,
+    SessionStateError,
+    TierFaultError,
+    TierFullError,
+    without_frames,
+)
 from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.manager.entry import Seat
-from vllm_omni_session_state.manager.tiers import Tiers
-from vllm_omni_session_state.manager.move_stats import Move, MoveStats
-from vllm_omni_session_state.offload.parking import DiskLocation, Level, Parked, Part, count_on_disk, restore, overdraft_of, park, park_in_place, park_on_disk, demote
+from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.manager.charging import charge_of
+from vllm_omni_session_state.manager.consensus import AllGather
+from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.move_stats import Move, MoveStats
 from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.manager.tiers import Tiers
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.host_tier import HostTier, HostAllocation
+from vllm_omni_session_state.offload.host_tier import HostAllocation, HostTier
+from vllm_omni_session_state.offload.parking import (
+    DiskLocation,
+    Level,
+    Parked,
+    Part,
+    count_on_disk,
+    demote,
+    overdraft_of,
+    park,
+    park_in_place,
+    park_on_disk,
+    restore,
+)
 
 T = TypeVar("T")
 
@@ -71,89 +91,93 @@ class Offloader(Tiers):
     def begin(self, key: str) -> bool:
         """Begin to bring a session's file into host memory; whether there is one that is not on its way."""
         with self._table.lock:
-            seat = self._table.seats.get(key)
-            held = None if seat is None or seat.moving or seat.parked is None else seat.parked.held
+            entry = self._table.entries.get(key)
+            held = None if entry is None or entry.moving or entry.parked is None else entry.parked.held
         return isinstance(held, DiskLocation) and self.disk is not None and self.disk.begin(held.ticket)
 
-    def down(self, seat: Seat, *, swap: Parked | None = None) -> Exception | None:
+    def offload(self, entry: Entry, *, swap: Parked | None = None) -> Exception | None:
         """Park a session that was taken from the order; returns what refused it, or ``None``.
 
         Args:
-            seat: The session's.
+            entry: The session's.
             swap: Where one is that comes up in its place right after. Its tier holds both meanwhile, beyond
                 its budget by no more than that one.
         """
         refused: Exception | None = None
         began = perf_counter()
         try:
-            parked = self._move(seat, swap)
+            parked = self._move(entry, swap)
             self._note_move("park", parked, began)
         except Exception as error:  # noqa: BLE001 - a copy can fail in any way, and nothing has changed then
             refused = without_frames(error)  # they hold what should have moved
-            self._note(seat, refused)
+            self._note(entry, refused)
             self.moves.note_failed(Move.PARK_DISK if self.host is None else Move.PARK_HOST)
         finally:
-            self.arrive(seat)
-        return None if seat.session.parked else refused
+            self.arrive(entry)
+        return None if entry.session.parked else refused
 
-    def arrive(self, seat: Seat) -> None:
+    def arrive(self, entry: Entry) -> None:
         """A session is on its way no longer: it counts from now on where it is, however its move ended."""
-        finished(lambda: self._arrive(seat))
+        finished(lambda: self._arrive(entry))
         self._table.tell()
 
-    def stopped(self, error: BaseException, moving: Iterable[Seat]) -> None:
+    def stopped(self, error: BaseException, moving: Iterable[Entry]) -> None:
         """Where the process is stopped, settle what was on its way by the hand of the one who is stopped."""
-        for seat in () if isinstance(error, Exception) else moving:
-            if seat.moving:
-                self.arrive(seat)
+        for entry in () if isinstance(error, Exception) else moving:
+            if entry.moving:
+                self.arrive(entry)
 
-    def _arrive(self, seat: Seat) -> None:
-        table, session, parked = self._table, seat.session, seat.session.gone_to
+    def _arrive(self, entry: Entry) -> None:
+        table, session, parked = self._table, entry.session, entry.session.gone_to
         if isinstance(parked, Parked):
-            held = charge_of(seat, parked)
+            held = charge_of(entry, parked)
             with table.lock:
-                table.shelve(seat, parked)
+                table.mark_parked(entry, parked)
                 held.charge(table, session.serial)
         else:
             device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
             with table.lock:
-                table.stay(seat, device)
+                table.stay(entry, device)
 
-    def relieve(self) -> None:
+    def enforce_host_budget(self) -> None:
         """Move on from host memory what lies there longest, until the rest fits its budget. Never raises."""
         host = self.host
         try:
             if host is not None:
                 host.trim(self._live_nbytes())
             while host is not None and self.disk is not None and self.declared_nbytes is None:
-                if host.room(self._live_nbytes()) >= 0 or not self._sink_oldest():
+                if host.room(self._live_nbytes()) >= 0 or not self._demote_oldest():
                     return
         except Exception as error:  # noqa: BLE001 - it runs after a forward's own body
             kind = type(error).__name__
             log_once(
-                logging.WARNING, ("relieve", kind), "host memory is over host_budget: %s: %s", kind, error
+                logging.WARNING,
+                ("enforce_host_budget", kind),
+                "host memory is over host_budget: %s: %s",
+                kind,
+                error,
             )
 
-    def leave_memory(self) -> None:
+    def flush_to_disk(self) -> None:
         """Move all that is parked in host memory on to the disk, as far as that goes. Never raises."""
         try:
-            while self._sink_oldest():
+            while self._demote_oldest():
                 pass
         except Exception as error:  # noqa: BLE001 - the rest stays where it is
-            LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.hosted), error)
+            LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.host_lru), error)
 
-    def back(self, seat: Seat, lease: object, *, no_place: str | None) -> None:
+    def restore(self, entry: Entry, lease: object, *, no_place: str | None) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
 
         Args:
-            seat: The session's.
+            entry: The session's.
             lease: The caller's.
             no_place: Why it has no place in an engine's pool; then nothing is copied.
 
         Raises:
             SessionRestoreFailedError: It stays parked, whole; with several ranks on all of them.
         """
-        session, parked = seat.session, seat.parked
+        session, parked = entry.session, entry.parked
         failed: Exception | None = None if no_place is None else SessionStateError(no_place)
         assert parked is not None, "only a parked session is brought back"
         part: Part | None = None
@@ -178,27 +202,27 @@ class Offloader(Tiers):
             part = None
             if back:
                 self._discard(parked)
-                finished(lambda: self._lend(seat, lease))
+                finished(lambda: self._lend(entry, lease))
                 self._table.tell()
             else:
-                self.arrive(seat)
+                self.arrive(entry)
         if failed is not None:
             raise SessionRestoreFailedError(display_id(session.key), failed) from failed
 
-    def _lend(self, seat: Seat, lease: object) -> None:
+    def _lend(self, entry: Entry, lease: object) -> None:
         with self._table.lock:
-            self._table.unshelve(seat, lease)
+            self._table.mark_resident(entry, lease)
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, entry: Entry) -> None:
         """A session has ended: what is parked of it goes."""
-        if seat.parked is not None:
-            self._discard(seat.parked)
-            seat.parked = None
+        if entry.parked is not None:
+            self._discard(entry.parked)
+            entry.parked = None
 
     def check(self) -> None:
         """Assert that the tiers are sound and hold what the table says. An expensive no-op."""
         with self._table.lock:
-            parked = [seat.parked for seat in self._table.seats.values() if seat.parked is not None]
+            parked = [entry.parked for entry in self._table.entries.values() if entry.parked is not None]
         for tier in (self.host, self.disk):
             if tier is not None:
                 tier.check()
@@ -206,9 +230,9 @@ class Offloader(Tiers):
             files = [each.held.ticket.nbytes for each in parked if isinstance(each.held, DiskLocation)]
             assert self.disk.nbytes >= sum(files), "a parked session has no file"
 
-    def _move(self, seat: Seat, swap: Parked | None) -> Parked:
+    def _move(self, entry: Entry, swap: Parked | None) -> Parked:
         """Park a session in the upper tier, for which others go on, else in the lower one."""
-        session, host, disk, table = seat.session, self.host, self.disk, self._table
+        session, host, disk, table = entry.session, self.host, self.disk, self._table
         full: TierFullError | None = None
         if session.staging:
             raise CannotParkError(display_id(session.key), "it has a window in progress")
@@ -227,22 +251,22 @@ class Offloader(Tiers):
             if disk is None:
                 raise full
             try:
-                if full.wanted > host.budget or not self._sink_oldest(swap):
+                if full.wanted > host.budget or not self._demote_oldest(swap):
                     break
             except Exception as error:
                 raise error from full
         assert disk is not None, "there is a tier"
         try:
             self._agree(Level.DISK, disk, swap)
-            lent = overdraft_of(swap, Level.DISK)
+            overdraft = overdraft_of(swap, Level.DISK)
             return self.ranks.moved_or_left(
-                lambda: park_on_disk(session, disk, on_host=self.on_host, lent=lent),
+                lambda: park_on_disk(session, disk, on_host=self.on_host, overdraft=overdraft),
                 lambda: park_in_place(session, Level.DISK, on_host=self.on_host),
             )
         except TierFullError as error:
             raise error from full
 
-    def _sink_oldest(self, swap: Parked | None = None) -> bool:
+    def _demote_oldest(self, swap: Parked | None = None) -> bool:
         """Move on to the disk what lies in host memory longest; whether there is one to ask.
 
         Raises:
@@ -251,16 +275,18 @@ class Offloader(Tiers):
             MemoryError: If the machine has no room; nothing has changed.
         """
         table = self._table
-        going: list[Seat] = []
+        going: list[Entry] = []
         try:
             with table.lock:
-                seats = (table.seats[key] for key in table.hosted)
-                seat = next((seat for seat in seats if not seat.unwritable and seat.parked is not swap), None)
-                if seat is None or self.disk is None:
+                entries = (table.entries[key] for key in table.host_lru)
+                entry = next(
+                    (entry for entry in entries if not entry.unwritable and entry.parked is not swap), None
+                )
+                if entry is None or self.disk is None:
                     return False
-                going.append(seat)
-                table.fetch(seat)
-            refused = self._sink(seat, self.disk, swap)
+                going.append(entry)
+                table.mark_in_transit(entry)
+            refused = self._sink(entry, self.disk, swap)
         except BaseException as error:
             self.stopped(error, going)
             raise
@@ -268,26 +294,26 @@ class Offloader(Tiers):
             raise refused
         return True
 
-    def _sink(self, seat: Seat, disk: DiskTier, swap: Parked | None) -> Exception | None:
+    def _sink(self, entry: Entry, disk: DiskTier, swap: Parked | None) -> Exception | None:
         """Move a session that was fetched from host memory on to the disk; what refused it, or ``None``."""
-        session, there, on_host = seat.session, seat.parked, self.on_host
+        session, there, on_host = entry.session, entry.parked, self.on_host
         assert there is not None, "it is parked"
         refused: Exception | None = None
         began = perf_counter()
         try:
             self._agree(Level.DISK, disk, swap)
-            lent = overdraft_of(swap, Level.DISK)
+            overdraft = overdraft_of(swap, Level.DISK)
             moved = self.ranks.moved_or_left(
-                lambda: demote(session, there, disk, on_host=on_host, lent=lent),
+                lambda: demote(session, there, disk, on_host=on_host, overdraft=overdraft),
                 lambda: count_on_disk(session, there),
             )
             self._note_move("sink", moved, began)
         except Exception as error:  # noqa: BLE001 - as above
             refused = without_frames(error)
-            self._note(seat, refused)
+            self._note(entry, refused)
             self.moves.note_failed(Move.SINK)
         finally:
-            self.arrive(seat)
+            self.arrive(entry)
         here = session.gone_to
         if isinstance(here, Parked) and here.held is not there.held:
             self._discard(there)
@@ -297,10 +323,10 @@ class Offloader(Tiers):
         move = Move(f"{how}:{parked.level.value}")
         self.moves.note(move, seconds=perf_counter() - began, nbytes=parked.nbytes)
 
-    def _note(self, seat: Seat, refused: Exception) -> None:
+    def _note(self, entry: Entry, refused: Exception) -> None:
         """Say of a refusal what an operator must know, once."""
         if isinstance(refused, NotWritableError):
-            seat.unwritable = True
+            entry.unwritable = True
             log_once(
                 logging.WARNING,
                 ("unwritable", refused.path, refused.kind),

@@ -1,4 +1,4 @@
-"""What the host keeps of sessions outside of them: charged by name, and walked only where it is another."""
+"""What vLLM-Omni keeps of sessions outside of them: charged by name, and walked only where it is another."""
 
 from __future__ import annotations
 

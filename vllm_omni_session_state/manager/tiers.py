@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from vllm_omni_session_state.base.errors import NotWritableError, TierFaultError, TierFullError
 from vllm_omni_session_state.manager.consensus import AllGather, Ranks
-from vllm_omni_session_state.manager.entry import Seat
-from vllm_omni_session_state.offload.parking import Level, Parked, overdraft_of
-from vllm_omni_session_state.state.session import Declaration, host_fields
-from vllm_omni_session_state.offload.spill import Spiller
+from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.disk_tier import FIGURES, DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.offload.parking import Level, Parked, overdraft_of
+from vllm_omni_session_state.offload.spill import Spiller
+from vllm_omni_session_state.state.session import Declaration, host_fields
 
 _SETTINGS = {Level.HOST: "host_budget", Level.DISK: "disk.budget"}
 
@@ -96,18 +96,18 @@ class Tiers:
                 yield _SETTINGS[level], tier.budget, tier.charge(nbytes)
 
     def takes(
-        self, seat: Seat, refused: Exception, *, gone: Sequence[Seat] = (), swap: Parked | None = None
+        self, entry: Entry, refused: Exception, *, gone: Sequence[Entry] = (), swap: Parked | None = None
     ) -> bool:
         """Whether a session that was refused would be parked now. Lock held.
 
         Args:
-            seat: The session's, on the device.
+            entry: The session's, on the device.
             refused: What refused it.
             gone: Those who would not be there any more.
-            swap: As for ``Cascade.down()``.
+            swap: As for ``Offloader.offload()``.
         """
         parked = self._table.parked - (swap is not None) - sum(each.parked is not None for each in gone)
-        if seat.session.staging or parked >= self.max_parked:
+        if entry.session.staging or parked >= self.max_parked:
             return False
         reasons: list[BaseException] = [refused]
         while (cause := reasons[-1].__cause__) is not None:
@@ -120,27 +120,27 @@ class Tiers:
         # They were too many, or the machine has no memory: what others gave back may be enough.
         return not isinstance(refused, NotWritableError)
 
-    def _room(self, level: Level, gone: Sequence[Seat], swap: Parked | None) -> int:
+    def _room(self, level: Level, gone: Sequence[Entry], swap: Parked | None) -> int:
         """Bytes that are left in a tier without some sessions."""
         tier = self.host if level is Level.HOST else self.disk
         assert tier is not None, "it has refused somebody"
-        there = [seat.parked for seat in gone if seat.parked is not None and seat.parked.level is level]
+        there = [entry.parked for entry in gone if entry.parked is not None and entry.parked.level is level]
         if self.declared_nbytes is not None:
             count = self._count(level, swap) - len(there)
             return tier.budget - count * tier.charge(self.declared_nbytes + self.engine_nbytes)
         back = sum(parked.nbytes for parked in there) + overdraft_of(swap, level)
         if isinstance(tier, HostTier):
-            live = self._table.accounts.host_nbytes(without=[seat.session.serial for seat in gone])
+            live = self._table.accounts.host_nbytes(without=[entry.session.serial for entry in gone])
             return tier.room(live) + back
         assert self.spiller is not None, "there is a disk"
-        return tier.room + back + sum(self.spiller.nbytes_of(seat.session.key) for seat in gone)
+        return tier.room + back + sum(self.spiller.nbytes_of(entry.session.key) for entry in gone)
 
     def _live_nbytes(self) -> int:
         with self._table.lock:
             return self._table.accounts.host_nbytes()
 
     def _count(self, level: Level, swap: Parked | None) -> int:
-        count = len(self._table.hosted) if level is Level.HOST else self._table.on_disk
+        count = len(self._table.host_lru) if level is Level.HOST else self._table.on_disk
         return count - (swap is not None and swap.level is level)
 
     def _agree(self, level: Level, tier: HostTier | DiskTier, swap: Parked | None) -> None:

@@ -48,7 +48,7 @@ def to_slab(storages: Sequence[torch.UntypedStorage], *, pinned: bool = False) -
         The slab, ``(slab_nbytes(sizes, pinned=pinned),)``, uint8.
 
     Raises:
-        MemoryError: If the host has no room for it; nothing has changed.
+        MemoryError: If vLLM-Omni has no room for it; nothing has changed.
     """
     sizes = [storage.nbytes() for storage in storages]
     nbytes = slab_nbytes(sizes, pinned=pinned)
@@ -88,7 +88,7 @@ def from_slab(
 def from_host(
     storages: Sequence[torch.UntypedStorage], devices: Sequence[torch.device]
 ) -> list[torch.UntypedStorage]:
-    """Storages of host memory where they belong: one of the host is handed on as it is.
+    """Storages of host memory where they belong: one of vLLM-Omni is handed on as it is.
 
     Args:
         storages: Nobody else's.
@@ -123,7 +123,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
     It is torch's own, as a model's tensors are: a storage of it can be resized.
 
     Raises:
-        RuntimeError: If the host has no room for it.
+        RuntimeError: If vLLM-Omni has no room for it.
     """
     block = torch.empty(nbytes, dtype=torch.uint8)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)

@@ -19,11 +19,11 @@ import torch
 
 from vllm_omni_session_state.base.errors import BadFileError, TierFaultError, TierFullError
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.offload import files, file_format
-from vllm_omni_session_state.offload.read_ahead import ReadAhead
-from vllm_omni_session_state.offload.files import PART, SUFFIX, Contents
-from vllm_omni_session_state.offload.worker_dir import WorkerDir
+from vllm_omni_session_state.offload import file_format, files
 from vllm_omni_session_state.offload.file_system import System
+from vllm_omni_session_state.offload.files import PART, SUFFIX, Contents
+from vllm_omni_session_state.offload.read_ahead import ReadAhead
+from vllm_omni_session_state.offload.worker_dir import WorkerDir
 
 FIGURES = ("disk_nbytes", "kept_nbytes", "ahead_nbytes", "restores_ahead")
 """Bytes of files, of what earlier workers kept and of what was read ahead; restores that were read ahead."""
@@ -101,7 +101,7 @@ class DiskTier:
         storages: Sequence[torch.UntypedStorage | torch.Tensor],
         *,
         session: str,
-        lent: int = 0,
+        overdraft: int = 0,
     ) -> FileAllocation:
         """Write a session's file; when this returns it survives a crash of the machine.
 
@@ -109,7 +109,7 @@ class DiskTier:
             document: The skeleton's document, plain JSON.
             storages: In host memory: storages, or contiguous uint8 tensors, ``(nbytes,)`` each.
             session: The session's hashed identity; a file of another one is refused later.
-            lent: Bytes of a file that goes right after: by so much the budget may be exceeded meanwhile.
+            overdraft: Bytes of a file that goes right after: by so much the budget may be exceeded meanwhile.
 
         Raises:
             TierFullError: If the budget has no room.
@@ -120,7 +120,7 @@ class DiskTier:
         head = file_format.compose(document, views, session=session)
         wanted = len(head) + sum(view.nbytes for view in views)
         with self._lock:
-            if wanted > self.room + lent:
+            if wanted > self.room + overdraft:
                 raise TierFullError("disk", wanted=wanted, room=max(0, self.room), setting="disk.budget")
             self.nbytes += wanted
         try:

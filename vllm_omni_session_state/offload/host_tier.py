@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vllm_omni_session_state.offload import page_locked, copy
 from vllm_omni_session_state.base.errors import TierFullError
+from vllm_omni_session_state.offload import copy, page_locked
 
 
 class _Block:

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_omni_session_state.accounting.reach import ATOMS, reach
-from vllm_omni_session_state.offload.slots import Span, TensorSlot, entangled, more_than_a_slot, slot_of, span_of
+from vllm_omni_session_state.offload.slots import (
+    Span,
+    TensorSlot,
+    entangled,
+    more_than_a_slot,
+    slot_of,
+    span_of,
+)
 
 _DEPTH = 100
 """Levels of nesting that are taken apart; what lies deeper stays whole. It bounds the recursion."""

@@ -31,7 +31,7 @@ def allocate(nbytes: int) -> torch.Tensor:
     """A block, ``(nbytes,)`` uint8.
 
     Raises:
-        RuntimeError: If the host has no room for it, or there is no accelerator.
+        RuntimeError: If vLLM-Omni has no room for it, or there is no accelerator.
     """
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state.offload import decode, tree_spec, copy
 from vllm_omni_session_state.accounting.arrays import Array, Memory
-from vllm_omni_session_state.base.errors import NotWritableError
-from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.base.ids import fingerprint, display_id
+from vllm_omni_session_state.base.errors import NotWritableError
+from vllm_omni_session_state.base.ids import display_id, fingerprint
+from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.offload import copy, decode, tree_spec
+from vllm_omni_session_state.offload.disk_tier import DiskTier, FileAllocation
+from vllm_omni_session_state.offload.host_tier import HostAllocation, HostTier, allocation_of
 from vllm_omni_session_state.offload.pack import Packed, Stay, pack, unpack
 from vllm_omni_session_state.offload.retained import names_of, say_what_stays, still_there
 from vllm_omni_session_state.state.session import SessionState
-from vllm_omni_session_state.offload.disk_tier import DiskTier, FileAllocation
-from vllm_omni_session_state.offload.host_tier import HostTier, HostAllocation, allocation_of
 
 Part = dict[str, dict[str, object]]
 """Some of a session's content, as ``SessionState.part()`` hands it out."""
@@ -166,7 +166,7 @@ def overdraft_of(swap: Parked | None, level: Level) -> int:
 
 
 def park_on_disk(
-    session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
+    session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], overdraft: int = 0
 ) -> Parked:
     """Move all of a session to the disk; meanwhile what is on an accelerator takes host memory too.
 
@@ -174,7 +174,7 @@ def park_on_disk(
         session: Nobody uses it.
         disk: Where to.
         on_host: Names of the values that are in host memory already.
-        lent: See ``DiskTier.put()``.
+        overdraft: See ``DiskTier.put()``.
 
     Raises:
         TierFullError: If the tier has no room.
@@ -183,11 +183,11 @@ def park_on_disk(
         MemoryError: If the machine has no room. After any, the session is as it was.
     """
     gone = Parked(Level.DISK, {"attrs": {}, "objects": {}}, None, {})
-    return _file(session, gone, session.part(lambda _: True), disk, on_host=on_host, lent=lent)
+    return _file(session, gone, session.part(lambda _: True), disk, on_host=on_host, overdraft=overdraft)
 
 
 def demote(
-    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
+    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], overdraft: int = 0
 ) -> Parked:
     """Move a session from host memory on to the disk; its parcel is the caller's to drop.
 
@@ -196,7 +196,7 @@ def demote(
         parked: Where.
         disk: Where to.
         on_host: Names of the values that its model keeps in host memory.
-        lent: See ``DiskTier.put()``.
+        overdraft: See ``DiskTier.put()``.
 
     Returns:
         Where it is now. What stays in place on this rank stays, and counts there.
@@ -207,7 +207,7 @@ def demote(
     if not isinstance(parked.held, HostAllocation):
         return count_on_disk(session, parked)
     here = session.part(lambda name: name in on_host or name in parked.stayed)
-    return _file(session, parked, here, disk, on_host=on_host, lent=lent)
+    return _file(session, parked, here, disk, on_host=on_host, overdraft=overdraft)
 
 
 def count_on_disk(session: SessionState, parked: Parked) -> Parked:
@@ -223,7 +223,7 @@ def _file(
     disk: DiskTier,
     *,
     on_host: AbstractSet[str],
-    lent: int,
+    overdraft: int,
 ) -> Parked:
     """Write a session's file, and let go of all of it; then ``gone`` is empty.
 
@@ -233,7 +233,7 @@ def _file(
         here: What it still holds.
         disk: Where to.
         on_host: Names of the values that the model keeps in host memory.
-        lent: See ``DiskTier.put()``.
+        overdraft: See ``DiskTier.put()``.
     """
     parcel = gone.held if isinstance(gone.held, HostAllocation) else None
     parts, devices = ([], ()) if parcel is None else (parcel.parts(), parcel.devices)
@@ -242,7 +242,7 @@ def _file(
     written = tree_spec.write(packed.skeleton, storages)
     decode.prove(written, storages)
     pieces = [*parts, *_readable(packed.storages), *written.extra]
-    ticket = disk.put(written.document, pieces, session=fingerprint(session.key).hex(), lent=lent)
+    ticket = disk.put(written.document, pieces, session=fingerprint(session.key).hex(), overdraft=overdraft)
     parked: Parked | None = None
     try:
         filed = DiskLocation(ticket, (*devices, *(storage.device for storage in packed.storages)))

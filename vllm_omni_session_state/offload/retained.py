@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_omni_session_state.accounting.arrays import Memory, weakly
-from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.offload.pack import Stay
-from vllm_omni_session_state.offload.tree_spec import type_name
 from vllm_omni_session_state.offload.slots import TensorSlot
+from vllm_omni_session_state.offload.tree_spec import type_name
 
 
 def still_there(watched: dict[int, Memory], names: dict[int, set[str]]) -> dict[int, Memory]:

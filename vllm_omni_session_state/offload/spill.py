@@ -13,12 +13,12 @@ import weakref
 from collections import Counter, deque
 from typing import Any
 
-from vllm_omni_session_state.offload import decode, tree_spec
-from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.ids import fingerprint
-from vllm_omni_session_state.state.buffers import LatentBuffer
-from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.offload import decode, tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier, FileAllocation
+from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.state.buffers import LatentBuffer
 
 SEGMENT = 64
 """Items of a segment: 14 MiB of DreamZero's chunks at the documented size.
@@ -38,7 +38,9 @@ class Spiller:
 
     def __init__(self, tier: DiskTier) -> None:
         self._nbytes: Counter[str] = Counter()  # of the segments' files, by a session's hashed identity
-        self.orphans: deque[FileAllocation] = deque()  # filled by the garbage collector, at any time in any thread
+        self.orphans: deque[FileAllocation] = (
+            deque()
+        )  # filled by the garbage collector, at any time in any thread
         self._tier = tier
         self._lock = threading.Lock()
         self._failed: weakref.WeakKeyDictionary[LatentBuffer[Any], int] = weakref.WeakKeyDictionary()

@@ -22,9 +22,9 @@ import time
 
 from vllm_omni_session_state.base.errors import TierFaultError
 from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.offload.file_system import System, close_folder, open_folder, trying
 from vllm_omni_session_state.offload.files import PART
 from vllm_omni_session_state.offload.kept_folders import KEPT, KeptFolders, empty, lives
-from vllm_omni_session_state.offload.file_system import System, close_folder, open_folder, trying
 
 LOCK_WAIT_S = 30.0
 """How long a starting worker waits for others that start at the same time."""

@@ -1,6 +1,6 @@
-"""A look at the installed host without serving anything: its versions, and each seam, expected and found.
+"""A look at the installed vLLM-Omni, without serving: its versions, and each seam, expected and found.
 
-It imports the host's modules, hooks nothing and loads no model.
+It imports vLLM-Omni's modules, hooks nothing and loads no model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from vllm_omni_session_state.base.settings import Settings
 from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.log import LOGGER, Heard, forget_said
-from vllm_omni_session_state.omni.worker import budgets
+from vllm_omni_session_state.base.settings import Settings
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.server import hooks
+from vllm_omni_session_state.omni.worker import budgets
 
 TESTED = {"vllm": "0.30.0", "vllm_omni": "0.30.0", "torch": "2.13.0"}
 """By the name of the package the version that this plugin was tested with."""
@@ -39,7 +39,7 @@ _ENDS = "ends of sessions do not reach the workers: what a client leaves stays t
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One package of the host.
+    """One package of vLLM-Omni.
 
     Attributes:
         package: As it is imported.
@@ -77,12 +77,12 @@ class SeamCheck:
 
 
 def versions() -> list[Version]:
-    """The host's packages."""
+    """vLLM-Omni's packages."""
     return [Version(package, _installed(package), tested) for package, tested in TESTED.items()]
 
 
 def import_host() -> str | None:
-    """Import the host; returns why that is not possible, ``None`` if it is."""
+    """Import vLLM-Omni; returns why that is not possible, ``None`` if it is."""
     try:
         _imported("vllm_omni")
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
@@ -126,16 +126,16 @@ def is_of_a_pool(look: SeamCheck) -> bool:
 
 
 def read_deploy_config(path: str) -> Mapping[str, Any]:
-    """A deploy YAML as the host reads it, with what it inherits.
+    """A deploy YAML as vLLM-Omni reads it, with what it inherits.
 
     Raises:
-        ValueError: If the host cannot read it, or it is no deploy config.
+        ValueError: If vLLM-Omni cannot read it, or it is no deploy config.
     """
     try:
         found = _imported("vllm_omni.config.stage_config").resolve_deploy_yaml(path)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no deploy config: it is no mapping with a list of stages") from error
-    except Exception as error:  # what the host and its libraries raise at whatever they cannot read
+    except Exception as error:  # what vLLM-Omni and its libraries raise at whatever they cannot read
         raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     stages = found.get("stages") if isinstance(found, Mapping) else None
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
@@ -147,7 +147,7 @@ def replicas_of(written: Mapping[str, Any], stage: Mapping[str, Any]) -> int:
     """In how many replicas a stage has sessions that outlive a request: 0 where its sessions are requests.
 
     Args:
-        written: The deploy config. As the host does, a stage that names no model takes that of ``pipeline``;
+        written: The deploy config. As vLLM-Omni does, a stage that names no model takes that of ``pipeline``;
             where nothing is named either, it may be any.
         stage: Of it.
     """
@@ -213,7 +213,7 @@ def _imported(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the host says while it is imported is not what was asked for."""
+    """What vLLM-Omni says while it is imported is not what was asked for."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -8,9 +8,14 @@ from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
-from vllm_omni_session_state.state.state_object import StateObject
-from vllm_omni_session_state.base.errors import AlreadyEncodedError, BadPayloadError, IdentityMismatchError, NotAllocatedError
+from vllm_omni_session_state.base.errors import (
+    AlreadyEncodedError,
+    BadPayloadError,
+    IdentityMismatchError,
+    NotAllocatedError,
+)
 from vllm_omni_session_state.state.segments import Segment, Segments
+from vllm_omni_session_state.state.state_object import StateObject
 
 ItemT = TypeVar("ItemT")
 """A frame or a chunk: a pixel array, a latent tensor."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from vllm_omni_session_state.state.state_object import StateObject
-from vllm_omni_session_state.base.errors import EngineOwnedError, NotAllocatedError
 from vllm_omni_session_state.accounting.regions import Union
 from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.base.errors import EngineOwnedError, NotAllocatedError
+from vllm_omni_session_state.state.state_object import StateObject
 
 
 class EngineKV(Protocol):

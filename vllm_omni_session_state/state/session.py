@@ -16,11 +16,11 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, overlo
 
 from vllm_omni_session_state.accounting import append_tracking
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
-from vllm_omni_session_state.state.state_object import StateObject
-from vllm_omni_session_state.base.errors import SessionParkedError
 from vllm_omni_session_state.accounting.footprint import NOTHING, Footprint, footprint
+from vllm_omni_session_state.base.errors import SessionParkedError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.state.paged_kv import PagedKV
+from vllm_omni_session_state.state.state_object import StateObject
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", bound=StateObject[Any, Any])
@@ -31,7 +31,7 @@ class Declaration:
     """What a model says of its sessions.
 
     Attributes:
-        device_nbytes: Bytes that one session may hold on the device, as the host reserves them.
+        device_nbytes: Bytes that one session may hold on the device, as vLLM-Omni reserves them.
         host_fields: Names of the values that live in host memory; all others live on the device.
     """
 

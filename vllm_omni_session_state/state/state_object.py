@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
-from vllm_omni_session_state.base.errors import NothingStagedError
 from vllm_omni_session_state.accounting.footprint import Footprint, footprint
 from vllm_omni_session_state.accounting.release import Watch
+from vllm_omni_session_state.base.errors import NothingStagedError
 
 PayloadT = TypeVar("PayloadT")
 """What writers pass to ``stage()``, ``commit()`` and ``append()``."""

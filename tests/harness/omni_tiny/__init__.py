@@ -2,10 +2,10 @@
 
 Nothing is imported here: the interpreter passes through this file at every start (see `import_hooks`).
 
-* `import_hooks`: what makes the host's neighbours importable beside a CPU build of torch;
-* `plugins`: the two entry points through which the host finds this package;
+* `import_hooks`: what makes vLLM-Omni's neighbours importable beside a CPU build of torch;
+* `plugins`: the two entry points through which vLLM-Omni finds this package;
 * `platform`, `attention`: the CPU as an out-of-tree platform of vLLM-Omni;
-* `tiny`: the host's hard-coded sizes, made small;
+* `tiny`: vLLM-Omni's hard-coded sizes, made small;
 * `checkpoint`: writers of tiny checkpoints in the real on-disk layout;
 * `capacity`: the free memory that makes the runner keep so many sessions;
 * `robot`: what a robot sends;

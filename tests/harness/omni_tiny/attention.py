@@ -1,6 +1,6 @@
-"""Torch's own attention for a platform that the host does not know by name.
+"""Torch's own attention for a platform that vLLM-Omni does not know by name.
 
-Apart from `platform`, since the host's attention asks for the platform while it is imported.
+Apart from `platform`, since vLLM-Omni's attention asks for the platform while it is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
 
 class CpuSDPAImpl(SDPAImpl):
-    """The host's implementation, whose dispatch by platform name has no branch for a CPU."""
+    """vLLM-Omni's implementation, whose dispatch by platform name has no branch for a CPU."""
 
     def forward(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> Any:
         return self._forward_impl(query, key, value, attn_metadata)

@@ -1,4 +1,4 @@
-"""The tiny Cosmos3 in this process: the host's own loader, runner and pipeline on the CPU.
+"""The tiny Cosmos3 in this process: vLLM-Omni's own loader, runner and pipeline on the CPU.
 
 Covers loading, whole requests, single ``diffuse`` calls, several of them step by step in turns, and a
 forward that fails on demand. Several models may be alive at once. Plugins are loaded as a worker loads them:
@@ -32,7 +32,7 @@ class TinyCosmos3:
     """One loaded model, from ``with`` to its end.
 
     Attributes:
-        runner: The host's ``DiffusionModelRunner``.
+        runner: vLLM-Omni's ``DiffusionModelRunner``.
         pipeline: What the loader returned, with whatever was attached to it.
     """
 
@@ -94,7 +94,7 @@ class TinyCosmos3:
         """Run one whole request.
 
         Args:
-            request_id: The host takes it as the session id.
+            request_id: vLLM-Omni takes it as the session id.
             **words: Of ``cosmos3_request``: kind, prompt, negative, guidance, seed, steps, n, media, extra.
 
         Returns:
@@ -156,7 +156,7 @@ class TinyCosmos3:
                 turns.pass_on()
                 yield item
 
-        # The context is a global of the host: entered once around all, not once in each thread.
+        # The context is a global of vLLM-Omni: entered once around all, not once in each thread.
         with self._forward_context(), self._instead(progress_bar=progress_bar):
             return turns.run()
 

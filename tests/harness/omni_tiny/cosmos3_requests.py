@@ -47,7 +47,7 @@ def cosmos3_request(
     """Build one request, before the pipeline's own preprocessing.
 
     Args:
-        request_id: The host takes it as the session id.
+        request_id: vLLM-Omni takes it as the session id.
         kind: What to generate. ``transfer`` is one chunk, ``long_transfer`` two; both run at 256 x 256,
             the smallest size that transfer has.
         prompt: What the conditional branch reads.

@@ -105,6 +105,6 @@ def install() -> None:
     """Put the hooks in place; called by the ``.pth`` file at interpreter start."""
     after_import("torchvision.extension", _torchvision_schemas)
     after_import("torchaudio._extension.utils", _torchaudio_libraries)
-    # Unlike the two above, torchcodec is nothing without its native library, and the host and
+    # Unlike the two above, torchcodec is nothing without its native library, and vLLM-Omni and
     # transformers ask for it with `find_spec`: to them it is then not installed.
     sys.modules.setdefault("torchcodec", None)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""DreamZero in this process: the host's own worker, runner, engine KV, loader and pipeline.
+"""DreamZero in this process: vLLM-Omni's own worker, runner, engine KV, loader and pipeline.
 
 Worker after worker may live in one process, and several side by side: torch's distributed state is made
-by the first and taken down by the last. Only then does this file touch the host, by three names in the
-worker's module (see `_share_process_groups`); requests, steps and sessions are the host's alone.
+by the first and taken down by the last. Only then does this file touch vLLM-Omni, by three names in the
+worker's module (see `_share_process_groups`); requests, steps and sessions are vLLM-Omni's alone.
 
 Not covered: the scheduler, the engine and the worker process (`omni_runs` has them).
 """
@@ -62,11 +62,11 @@ def dreamzero_config(
     model_config: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
-    """Build the host's configuration of one tiny DreamZero.
+    """Build vLLM-Omni's configuration of one tiny DreamZero.
 
     Args:
         checkpoint: From `write_dreamzero`.
-        flag: ``enable_session_state_manager``; ``None`` leaves the field at the host's default. A set
+        flag: ``enable_session_state_manager``; ``None`` leaves the field at vLLM-Omni's default. A set
             environment variable still wins over it.
         num_inference_steps: Denoising steps per chunk.
         model_config: More of the stage's free ``model_config``.
@@ -101,7 +101,7 @@ def dreamzero_config(
 
 
 def make_worker(config: Any, *, load: bool = True) -> Any:
-    """Make the host's `DiffusionWorker` for a configuration, after the host's general plugins.
+    """Make vLLM-Omni's `DiffusionWorker` for a configuration, after vLLM-Omni's general plugins.
 
     The caller calls its ``shutdown()``.
     """
@@ -118,7 +118,7 @@ def make_worker(config: Any, *, load: bool = True) -> Any:
 
 @functools.cache
 def _share_process_groups() -> None:
-    # A worker of the host makes torch's process groups and takes them down at its end, refuses to find
+    # A worker of vLLM-Omni makes torch's process groups and takes them down at its end, refuses to find
     # any made, and prefixes this process's standard output. Count users instead, and leave the output.
     from vllm_omni.diffusion.worker import diffusion_worker as host
 
@@ -196,14 +196,14 @@ class TinyDreamZero:
 
     Args:
         checkpoint: From `write_dreamzero`.
-        flag: ``enable_session_state_manager`` of the configuration; ``None`` for the host's default.
+        flag: ``enable_session_state_manager`` of the configuration; ``None`` for vLLM-Omni's default.
         capacity: Sessions that the runner keeps, 1 to 64; one more evicts the least recently used.
         exact: Whether it must be so many; a plugin may give the memory away in another way.
         num_inference_steps: Denoising steps per chunk.
         fields: More for `dreamzero_config`.
 
     Attributes:
-        worker: The host's `DiffusionWorker`; `runner` and `pipeline` are its own.
+        worker: vLLM-Omni's `DiffusionWorker`; `runner` and `pipeline` are its own.
     """
 
     def __init__(
@@ -227,17 +227,17 @@ class TinyDreamZero:
             self.shutdown()
             raise RuntimeError(
                 f"asked for a runner of {capacity} sessions and got {found}: "
-                "omni_tiny.capacity no longer matches the host's geometry"
+                "omni_tiny.capacity no longer matches vLLM-Omni's geometry"
             )
 
     @property
     def runner(self) -> Any:
-        """The host's `ARDiffusionModelRunner`."""
+        """vLLM-Omni's `ARDiffusionModelRunner`."""
         return self.worker.model_runner
 
     @property
     def pipeline(self) -> Any:
-        """The host's `DreamZeroPipeline`."""
+        """vLLM-Omni's `DreamZeroPipeline`."""
         return self.runner.pipeline
 
     @property
@@ -269,7 +269,7 @@ class TinyDreamZero:
         return self.execute(robot.sampling_params(seen, reset=reset, close=close), prompt=prompt)
 
     def execute(self, sampling_params: Any, *, prompt: str = PROMPT) -> Step:
-        """Run one step with the host's sampling parameters, through the worker's own `execute_model`."""
+        """Run one step with vLLM-Omni's sampling parameters, through the worker's own `execute_model`."""
         from vllm_omni.diffusion.request import OmniDiffusionRequest
 
         request = OmniDiffusionRequest(

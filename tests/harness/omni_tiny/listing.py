@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_listing(diffusion_worker: ModuleType) -> None:
-    """Give the host's worker class the method, which a client calls by name."""
+    """Give vLLM-Omni's worker class the method, which a client calls by name."""
     diffusion_worker.DiffusionWorker.tiny_listing = tiny_listing
 
 
@@ -22,7 +22,7 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
     """List the worker's sessions, least recently used first.
 
     Args:
-        worker: The host's worker.
+        worker: vLLM-Omni's worker.
         names: Session ids to be shown in the clear; a listing shows the hash of any other.
 
     Returns:
@@ -37,7 +37,7 @@ def tiny_listing(worker: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
     if manager is None:
         return {**said, "sessions": [{"session": name} for name in getattr(pipeline, "_states", ())]}
     said["manager"] = f"{type(manager).__module__}.{type(manager).__qualname__}"
-    if not hasattr(manager, "listing"):  # the host's own manager
+    if not hasattr(manager, "listing"):  # vLLM-Omni's own manager
         return {**said, "sessions": []}
     from vllm_omni_session_state.base.ids import display_id
 

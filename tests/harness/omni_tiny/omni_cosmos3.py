@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write_cosmos3_deploy(path: str | Path, *, executor: str = "mp") -> Path:
-    """Write the deploy YAML of one tiny Cosmos3 stage, as the host's own, and return the file.
+    """Write the deploy YAML of one tiny Cosmos3 stage, as vLLM-Omni's own, and return the file.
 
     Args:
         path: The file.
@@ -40,7 +40,7 @@ class OmniCosmos3(OmniRun):
         self.call("tiny_watch")
 
     def generate(self, **words: Any) -> np.ndarray:
-        """Run one request, which gets its id from the host.
+        """Run one request, which gets its id from vLLM-Omni.
 
         Args:
             **words: Of `cosmos3_request`: kind, prompt, negative, guidance, seed, steps, media, extra.

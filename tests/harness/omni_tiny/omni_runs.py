@@ -69,7 +69,7 @@ def write_stage(path: str | Path, pipeline: str, stage: dict[str, Any], *, execu
 
     Args:
         path: The file.
-        pipeline: The host's name of the topology.
+        pipeline: vLLM-Omni's name of the topology.
         stage: What is particular to it.
         executor: ``"mp"`` for worker processes, ``"uni"`` for one worker in the engine's own process.
     """
@@ -95,7 +95,7 @@ class OmniRun:
         deploy: From `write_stage`.
 
     Attributes:
-        omni: The host's `Omni`.
+        omni: vLLM-Omni's `Omni`.
     """
 
     def __init__(self, checkpoint: str | Path, deploy: str | Path) -> None:
@@ -153,12 +153,12 @@ class OmniDreamZero(OmniRun):
     ) -> Step:
         """Draw an observation and run one step; see `TinyDreamZero.step`.
 
-        A failing step closes the engine: that is the host's way, not the harness's.
+        A failing step closes the engine: that is vLLM-Omni's way, not the harness's.
         """
         seen = robot.observation(rng, session=session, prompt=prompt, frames=frames)
         parameters = robot.sampling_params(seen, reset=reset, close=close)
         (output,) = self.omni.generate(prompt, [parameters], use_tqdm=False)
-        # The host hands the latents out as the one picture and the rest by name.
+        # vLLM-Omni hands the latents out as the one picture and the rest by name.
         (video,) = output.images
         return Step(actions=output.multimodal_output["actions"], video=video)
 

@@ -1,6 +1,6 @@
 """The CPU as an out-of-tree platform of vLLM-Omni, for every model the harness runs.
 
-Each method below is asked for by the host before or during the first request; what is not here comes
+Each method below is asked for by vLLM-Omni before or during the first request; what is not here comes
 from vLLM's own CPU platform (device type, ``gloo``).
 """
 

@@ -1,6 +1,6 @@
 """Run one function in N processes that form one gloo world, and bring back what each returned.
 
-Covers start, result, failure and time limit. Does not touch the host: the function builds its models,
+Covers start, result, failure and time limit. Does not touch vLLM-Omni: the function builds its models,
 and ``world.WORLD`` in each process already knows its rank.
 """
 

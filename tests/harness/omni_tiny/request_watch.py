@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_watch(diffusion_worker: ModuleType) -> None:
-    """Give the host's worker class the methods, which a client calls by name."""
+    """Give vLLM-Omni's worker class the methods, which a client calls by name."""
     for method in (tiny_watch, tiny_forwards, tiny_held):
         setattr(diffusion_worker.DiffusionWorker, method.__name__, method)
 
@@ -46,7 +46,7 @@ class Watch:
     """Notes on the requests of one worker that holds a Cosmos3.
 
     Args:
-        worker: The host's worker.
+        worker: vLLM-Omni's worker.
     """
 
     def __init__(self, worker: Any) -> None:

@@ -36,7 +36,7 @@ def observation(rng: Generator, *, session: str, prompt: str, frames: int = 4) -
 
 
 def sampling_params(seen: dict[str, Any], *, reset: bool = False, close: bool = False) -> Any:
-    """Put an observation into the host's sampling parameters.
+    """Put an observation into vLLM-Omni's sampling parameters.
 
     Args:
         seen: From `observation`; its session is the request's session.

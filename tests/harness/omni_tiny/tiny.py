@@ -1,4 +1,4 @@
-"""What the host hard-codes, made small by module globals, and the one thing its worker cannot do on a CPU.
+"""What vLLM-Omni hard-codes, made small by module globals, and the one thing its worker cannot do on a CPU.
 
 And steps that last, for a test in which something happens meanwhile. The sizes that stand in a
 checkpoint's own configuration are not here but in `checkpoint`.

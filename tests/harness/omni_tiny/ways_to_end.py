@@ -248,6 +248,6 @@ def _table(server: Server, title: str, cycles: int) -> None:
         sys.stdout.flush()
 
 
-if __name__ == "__main__":  # the host's processes import this file again
+if __name__ == "__main__":  # vLLM-Omni's processes import this file again
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     main()

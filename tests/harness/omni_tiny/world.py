@@ -1,4 +1,4 @@
-"""The process group that the host's layers ask for: gloo, and this process as one rank of it.
+"""The process group that vLLM-Omni's layers ask for: gloo, and this process as one rank of it.
 
 Covers forming it for the first Cosmos3 of the process and taking it down with the last. Does not start
 processes: ``ranks`` does.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class World:
     """This process's place among the ranks, and how many models stand on the group.
 
-    The host keeps its groups in module globals, so all models of one process share them. They are formed
+    vLLM-Omni keeps its groups in module globals, so all models of one process share them. They are formed
     and destroyed through the worker module's own names: where something counts users there, this is one.
     """
 
@@ -59,7 +59,7 @@ class World:
     def enter(self, *, cfg_parallel_size: int = 1) -> None:
         """Count one more model, and form the groups with the first.
 
-        Must run inside the host's forward context and current vLLM config.
+        Must run inside vLLM-Omni's forward context and current vLLM config.
 
         Args:
             cfg_parallel_size: Ranks that share the branches of guidance; of the first model's, for all.

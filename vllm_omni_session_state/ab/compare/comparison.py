@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_omni_session_state.ab.workload.requests import Request
 from vllm_omni_session_state.ab.compare.states import NOT_THERE, STATE, compare_state, state_file
 from vllm_omni_session_state.ab.compare.tensor_file import NAMES, Kind, TensorFile
+from vllm_omni_session_state.ab.workload.requests import Request
 
 PER_STEP = 3
 """A session that is not there differs in all that it has: so many values of one step are shown."""

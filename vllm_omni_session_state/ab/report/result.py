@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_session_state.ab.workload.requests import Request
 from vllm_omni_session_state.ab.compare.comparison import Comparison, Difference
 from vllm_omni_session_state.ab.report.text import some
+from vllm_omni_session_state.ab.workload.requests import Request
 
 FORMAT = 1
 EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
@@ -24,7 +24,7 @@ class Step:
 
     Attributes:
         seconds: From sending it to its answer.
-        peak_bytes: The most that the worker had of its device at once meanwhile, as the host measured it; 0
+        peak_bytes: The most that the worker had of its device at once meanwhile, as vLLM-Omni measured it; 0
             where it did not, as for a call.
         sessions: Bytes by device of each session after it; ``None`` where nobody can look.
     """

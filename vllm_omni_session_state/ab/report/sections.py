@@ -7,11 +7,19 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from vllm_omni_session_state.ab.workload.requests import Request
 from vllm_omni_session_state.ab.compare.comparison import Difference
+from vllm_omni_session_state.ab.report.plots import (
+    COLOURS,
+    Line,
+    bytes_plot,
+    bytes_text,
+    legend,
+    seconds_plot,
+    seconds_text,
+)
 from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, EQUAL, Result, Run, Step
-from vllm_omni_session_state.ab.report.plots import COLOURS, Line, bytes_plot, bytes_text, legend, seconds_plot, seconds_text
 from vllm_omni_session_state.ab.report.text import some
+from vllm_omni_session_state.ab.workload.requests import Request
 
 SHOWN = 50
 """Rows of differences on the page; all are counted."""

@@ -2,11 +2,11 @@
 
 It writes each answer to a file as it comes, and the session's state after it to another, and reports, beside
 ``end``: ``phase``, when one begins; ``model`` and ``asks``, once both are known; ``unlooked``, why no state
-can be looked at; ``done`` for each ask, with its ``seconds``, the worker's ``peak_bytes`` as the host
+can be looked at; ``done`` for each ask, with its ``seconds``, the worker's ``peak_bytes`` as vLLM-Omni
 measured them, ``sessions``, those that are there after it: bytes by device of each, and ``said``, the
 plugin's WARNINGs.
 
-The only file of the package beside the layers below that imports the host.
+The only file of the package beside the layers below that imports vLLM-Omni.
 """
 
 from __future__ import annotations
@@ -19,27 +19,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_omni_session_state.ab.workload.requests import CHECKPOINTS, COSMOS3, DEFAULTS, DREAMZERO, MAX_SESSIONS, Request, Observations
-from vllm_omni_session_state.ab.workload.cosmos3 import Clips
 from vllm_omni_session_state.ab.compare.comparison import file_of
-from vllm_omni_session_state.ab.runs.outputs import save, tensors_of
-from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
-from vllm_omni_session_state.ab.runs.event_channel import Report, end_with_reader, reporting
-from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.ab.compare.states import state_file, write_state
-from vllm_omni_session_state.base.settings import ENV_FLAG
+from vllm_omni_session_state.ab.runs.event_channel import Report, end_with_reader, reporting
+from vllm_omni_session_state.ab.runs.outputs import save, tensors_of
+from vllm_omni_session_state.ab.workload.cosmos3 import Clips
+from vllm_omni_session_state.ab.workload.dreamzero import Robots
+from vllm_omni_session_state.ab.workload.requests import (
+    CHECKPOINTS,
+    COSMOS3,
+    DEFAULTS,
+    DREAMZERO,
+    MAX_SESSIONS,
+    Observations,
+    Request,
+)
+from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
 from vllm_omni_session_state.base.ids import export_key, redacted_id
+from vllm_omni_session_state.base.settings import ENV_FLAG
 from vllm_omni_session_state.omni.compat import read_deploy_config
 
 LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
 """Phases of a run."""
 
 CLASSES = {"DreamZeroPipeline": DREAMZERO, "Cosmos3OmniDiffusersPipeline": COSMOS3}
-"""The host's pipeline class -> the model."""
+"""vLLM-Omni's pipeline class -> the model."""
 
 RPC_TIMEOUT_S = 120.0
 EXTENSION = "worker_extension_cls"
-"""The host's setting for a class that a stage's workers get, too."""
+"""vLLM-Omni's setting for a class that a stage's workers get, too."""
 LOOK = "vllm_omni_session_state.ab.runs.worker_probe.LookingWorker"
 
 
@@ -66,7 +74,7 @@ def served_in(path: str) -> Stage:
 
     Raises:
         RefusedError: There is none that has an adapter.
-        ValueError: The host cannot read the file.
+        ValueError: vLLM-Omni cannot read the file.
     """
     written = read_deploy_config(path)
     found = []
@@ -114,7 +122,7 @@ class Served:
     """
 
     def __init__(self, checkpoint: str, deploy: str, *, stage: Stage) -> None:
-        from vllm_omni.entrypoints.omni import Omni  # noqa: PLC0415 - the host, and only here
+        from vllm_omni.entrypoints.omni import Omni  # noqa: PLC0415 - vLLM-Omni, and only here
 
         self._stage = stage.number
         ids = {
@@ -139,7 +147,7 @@ class Served:
             method, args=args, timeout=RPC_TIMEOUT_S, stage_ids=[self._stage]
         )
         if isinstance(answers, Mapping):
-            raise RuntimeError(  # noqa: TRY004 - it is the host's way to say that it failed
+            raise RuntimeError(  # noqa: TRY004 - it is vLLM-Omni's way to say that it failed
                 f"the worker did not answer {method}: {answers.get('error', answers)}"
             )
         return list(answers)
@@ -148,7 +156,7 @@ class Served:
         """Do what is asked for.
 
         Raises:
-            RuntimeError: The host refused it.
+            RuntimeError: vLLM-Omni refused it.
         """
         if ask.do in ("reset", "close"):
             return self.call(f"{ask.do}_ar_diffusion_session", ask.session_id)[0]
@@ -201,7 +209,7 @@ class Served:
 
 
 def _step(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - the host
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - vLLM-Omni
 
     prompt = ask.words["prompt"]
     seen = {**arrays, "prompt": prompt, "session_id": ask.session_id}
@@ -214,7 +222,7 @@ def _step(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _generate(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - the host
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - vLLM-Omni
 
     words = ask.words
     prompt: dict[str, Any] = {"prompt": words["prompt"], "negative_prompt": words["negative"]}
@@ -240,7 +248,7 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
     """Serve once, and send everything."""
     report(phase=LOADING)
     # First of all, and aloud: whatever stream is there when it is imported is where it logs to.
-    from vllm_omni.entrypoints import omni as _  # noqa: F401, PLC0415 - the host
+    from vllm_omni.entrypoints import omni as _  # noqa: F401, PLC0415 - vLLM-Omni
 
     stage = served_in(asked.deploy_config)
     sent = observations(stage.model, asked)
@@ -320,5 +328,5 @@ def main() -> None:
         serve(asked, report, flag=os.environ.get(ENV_FLAG) == "1")
 
 
-if __name__ == "__main__":  # the host's worker processes import this file again
+if __name__ == "__main__":  # vLLM-Omni's worker processes import this file again
     main()

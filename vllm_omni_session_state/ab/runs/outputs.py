@@ -1,6 +1,6 @@
 """What a client gets, as named tensors in a file: every picture, every array and every plain number of it.
 
-Texts, and what the host adds of itself (ids, times), are no outputs of a model and are left out.
+Texts, and what vLLM-Omni adds of itself (ids, times), are no outputs of a model and are left out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 PARTS = ("images", "multimodal_output", "latents", "trajectory_latents", "trajectory_log_probs")
-"""Where the host's output has what the model made."""
+"""Where vLLM-Omni's output has what the model made."""
 
 
 def tensors_of(output: Any, *, pictures: str = "images") -> dict[str, Any]:
-    """The tensors of one of the host's outputs.
+    """The tensors of one of vLLM-Omni's outputs.
 
     Args:
         output: Its output, or the plain answer to a call, which is named ``answer``.
-        pictures: The name of what the host hands out as pictures: a video, a clip.
+        pictures: The name of what vLLM-Omni hands out as pictures: a video, a clip.
 
     Returns:
         Torch's tensors on the CPU by name, each with memory of its own.
@@ -32,7 +32,7 @@ def tensors_of(output: Any, *, pictures: str = "images") -> dict[str, Any]:
     seen: dict[int, str] = {}
     found: dict[str, Any] = {}
     for name, value in walked(named, ""):
-        if id(value) not in seen:  # the host hands some out under two names
+        if id(value) not in seen:  # vLLM-Omni hands some out under two names
             seen[id(value)] = name
             found[name] = _tensor(value)
     return found

@@ -1,6 +1,6 @@
 """Starts a process and hands on the events that it reports, one JSON object a line, until it ends.
 
-They come on a file descriptor of their own, since the host's log takes standard output. The last of them
+They come on a file descriptor of their own, since vLLM-Omni's log takes standard output. The last of them
 is ``end``, with ``error`` empty or in one line. Whatever happens, the process and those that it started are
 gone afterwards.
 """

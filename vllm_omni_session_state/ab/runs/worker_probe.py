@@ -1,6 +1,6 @@
 """What a worker says of its sessions' state in either run: what each value is, and a digest of its bits.
 
-It is the worker's extension by the host's own setting, ``worker_extension_cls``, and only where a run of
+It is the worker's extension by vLLM-Omni's own setting, ``worker_extension_cls``, and only where a run of
 `ab` serves: a server of users knows none of it.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_omni_session_state.ab.runs.outputs import walked
-from vllm_omni_session_state.adapters.video_latents import FIELD, whole
-from vllm_omni_session_state.base.log import LOGGER, Heard
 from vllm_omni_session_state.accounting.footprint import footprint
+from vllm_omni_session_state.adapters.video_latents import FIELD, whole
 from vllm_omni_session_state.base.ids import DEFAULT, display_id
-from vllm_omni_session_state.state.inspection import Entry
+from vllm_omni_session_state.base.log import LOGGER, Heard
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.state.buffers import LatentBuffer
 from vllm_omni_session_state.omni.worker.rpc import manager_of, on_every_rank
+from vllm_omni_session_state.state.buffers import LatentBuffer
+from vllm_omni_session_state.state.inspection import Entry
 from vllm_omni_session_state.state.paged_kv import PagedKV
 from vllm_omni_session_state.state.session import SessionState
 
@@ -31,7 +31,7 @@ ENCODER_OUT = "vae_encoder_out"
 
 
 class ProbedWorker:
-    """Added to the host's worker class, before it."""
+    """Added to vLLM-Omni's worker class, before it."""
 
     model_runner: Any
 

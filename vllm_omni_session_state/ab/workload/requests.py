@@ -1,6 +1,6 @@
 """What clients send to a model under test, as plain records; what goes with them as arrays comes apart.
 
-Not here: which asks there are (`robots`, `clips`, `recording`), and how one reaches the host (`child`).
+Not here: which asks there are (`robots`, `clips`, `recording`), and how one reaches vLLM-Omni (`child`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def session_id(self) -> str:
-        """The id under which the host gets it: a position, and nobody's secret."""
+        """The id under which vLLM-Omni gets it: a position, and nobody's secret."""
         return f"ab-{self.session}"
 
     @property

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_omni_session_state.ab.workload.requests import DOES, MAX_SESSIONS, Request, Observations, numbered
-from vllm_omni_session_state.ab.workload.cosmos3 import KINDS
 from vllm_omni_session_state.ab.compare.tensor_file import NAMES, Kind, TensorFile, write_tensors
+from vllm_omni_session_state.ab.workload.cosmos3 import KINDS
+from vllm_omni_session_state.ab.workload.requests import DOES, MAX_SESSIONS, Observations, Request, numbered
 
 FORMAT = 1
 MAX_ASKS = 1_000_000

@@ -4,7 +4,7 @@ A scrape reads what is there and never waits; it has the figures renewed behind 
 events is of each replica's first rank, since all ranks of one decide alike; bytes are of each rank. No label
 is a session.
 
-Imported only in a server whose flag is on: it needs the Prometheus client, which the host brings.
+Imported only in a server whose flag is on: it needs the Prometheus client, which vLLM-Omni brings.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.move_stats import NBYTES, SECONDS
-from vllm_omni_session_state.omni.admin.stats_poller import LINGER_S, StatsPoller
 from vllm_omni_session_state.omni.admin.aggregate import Answers, by_state, ranks_of, tier_nbytes
+from vllm_omni_session_state.omni.admin.stats_poller import LINGER_S, StatsPoller
 
 PREFIX = "vllm_omni_session_state:"
-"""Not the host's own ``vllm:``, which it removes from the registry when an engine starts."""
+"""Not vLLM-Omni's own ``vllm:``, which it removes from the registry when an engine starts."""
 
 _COUNTS = {
     "hits": "Steps that found their session.",

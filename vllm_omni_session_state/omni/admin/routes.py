@@ -1,10 +1,10 @@
 """The routes of an API server under ``/v1/session_state``; off unless the setting ``http`` is on.
 
-The host guards every path under ``/v1`` by its API key, routes that are added late too. A session is named
+vLLM-Omni guards every path under ``/v1`` by its API key, routes that are added late too. A session is named
 in the path, by what a listing shows or by its id; the last part of a POST's path is what is done, all before
 it is the name, so that an id may hold any character, ``/`` included.
 
-Imported only where the routes are on: it needs FastAPI, which the host brings.
+Imported only where the routes are on: it needs FastAPI, which vLLM-Omni brings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Session(BaseModel):
     """One session, its parts on all ranks and replicas together."""
 
     session: str = Field(description="As it is shown: a hash, or the id where show_ids is on.")
-    state: str = Field(description="in_use, idle, host, disk or kv_only.")
+    state: str = Field(description="in_use, idle, original, disk or kv_only.")
     nbytes: dict[str, int] = Field(description="Bytes by device, over all ranks.")
     home: Home
     replicas: list[int] = Field(description="All that have a part of it; more than one is wrong.")
@@ -135,11 +135,11 @@ class _Route(APIRoute):
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z", re.DOTALL)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        host = super().get_route_handler()
+        original = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             try:
-                return await host(request)
+                return await original(request)
             except (RequestValidationError, HTTPException) as error:
                 refused = RefusedError(422, BAD, _what_is_wrong(error))
             except RefusedError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_omni_session_state.base.ids import may_be_shown
 from vllm_omni_session_state.omni.admin import aggregate
-from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller, LastKnown
+from vllm_omni_session_state.omni.admin.stats_poller import LastKnown, StatsPoller
 from vllm_omni_session_state.omni.replicas.calls import Asked
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
@@ -218,7 +218,7 @@ def _wrong(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _failed(error: BaseException) -> RefusedError:
-    # What an error of the host says can name an id.
+    # What an error of vLLM-Omni says can name an id.
     return RefusedError(502, FAILED, f"the call failed ({type(error).__name__}); see the server's log")
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.admin.aggregate import Answers, Row, rows
-from vllm_omni_session_state.omni.replicas.calls import Asked
-from vllm_omni_session_state.omni.admin.stats_source import Reading, StatsSource
 from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
+from vllm_omni_session_state.omni.admin.stats_source import Reading, StatsSource
+from vllm_omni_session_state.omni.replicas.calls import Asked
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 EVERY_S = 1.0
@@ -129,7 +129,8 @@ class StatsPoller:
         gone = {number: all(each.gone for each in sources) for number, sources in self._sources.items()}
         kept = {number for number, is_gone in gone.items() if is_gone} - asked.answers.keys()
         found = {
-            number: [StatsSource(rank) for rank in answer["ranks"]] for number, answer in asked.answers.items()
+            number: [StatsSource(rank) for rank in answer["ranks"]]
+            for number, answer in asked.answers.items()
         }
         self._answers = {**{number: self._answers[number] for number in kept}, **asked.answers}
         self._sources = {**{number: self._sources[number] for number in kept}, **found}

@@ -9,9 +9,9 @@ from typing import Any
 
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.manager.move_stats import MoveStats
+from vllm_omni_session_state.manager.rows import Row
 from vllm_omni_session_state.omni.stats_file.layout import UnreadableError
 from vllm_omni_session_state.omni.stats_file.place import WorkerFile
-from vllm_omni_session_state.manager.rows import Row
 
 STALE_S = 5.0
 """A file that could not be read for so long is none: its rank is asked."""

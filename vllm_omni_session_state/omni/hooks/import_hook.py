@@ -1,4 +1,4 @@
-"""Doing something with a module of the host once it is imported, without importing it.
+"""Doing something with a module of vLLM-Omni once it is imported, without importing it.
 
 Installing this plugin makes no process import anything: a module that is there is used at once, and for
 one that is not its import is waited for.

@@ -1,6 +1,6 @@
 """The one hook that is always there: ``DiffusersPipelineLoader.load_model``.
 
-Its wrapper hands every argument through and returns what the host returned; with the flag off that is
+Its wrapper hands every argument through and returns what vLLM-Omni returned; with the flag off that is
 all that it does.
 """
 
@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.omni.worker.attach import attach
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
 from vllm_omni_session_state.omni.hooks.seams import LOADER_CLASS, LOADER_METHOD, LOADER_MODULE, MARK
+from vllm_omni_session_state.omni.worker.attach import attach
 
 _MARK = MARK
 
@@ -27,8 +27,8 @@ def install() -> None:
 def wrap(module: ModuleType) -> None:
     """Wrap ``load_model`` of the loader's module, once; a loader that looks otherwise is left alone."""
     loader = getattr(module, LOADER_CLASS, None)
-    host = vars(loader).get(LOADER_METHOD) if isinstance(loader, type) else None
-    if not callable(host):
+    original = vars(loader).get(LOADER_METHOD) if isinstance(loader, type) else None
+    if not callable(original):
         log_once(
             logging.WARNING,
             ("loader",),
@@ -39,12 +39,12 @@ def wrap(module: ModuleType) -> None:
             LOADER_METHOD,
         )
         return
-    if hasattr(host, _MARK):
+    if hasattr(original, _MARK):
         return
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pipeline = host(self, *args, **kwargs)
+        pipeline = original(self, *args, **kwargs)
         attach(pipeline, getattr(self, "od_config", None))
         return pipeline
 

@@ -17,7 +17,7 @@ from vllm_omni_session_state.base.errors import SeamMismatchError
 LOADER_MODULE = "vllm_omni.diffusion.model_loader.diffusers_loader"
 _MISSING = object()
 MARK = "__session_state_wrapper__"
-"""Attribute of every function that this plugin puts around one of the host's."""
+"""Attribute of every function that this plugin puts around one of vLLM-Omni's."""
 
 LOADER_CLASS = "DiffusersPipelineLoader"
 LOADER_METHOD = "load_model"
@@ -82,11 +82,11 @@ RUNNER_PIPELINES = frozenset({_DREAMZERO})
 """Pipelines that this runner serves."""
 WORKER_MODULE = "vllm_omni.diffusion.worker.diffusion_worker"
 WORKER_SEAMS = (Seam("_all_gather_rank_values", "(value)"), Seam("get_world_group", "()"))
-"""Functions of the module of the host's diffusion worker. Its class only gets new methods."""
+"""Functions of the module of vLLM-Omni's diffusion worker. Its class only gets new methods."""
 
 SLEEP_SEAM = Seam("sleep", "(self, level=...)")
 SHUTDOWN_SEAM = Seam("shutdown", "(self)")
-"""Of the host's diffusion worker class."""
+"""Of vLLM-Omni's diffusion worker class."""
 
 SERVER_MODULE = "vllm_omni.entrypoints.openai.api_server"
 SERVER_FUNCTION = Seam("omni_init_app_state", "(engine_client, state, args)")
@@ -96,7 +96,7 @@ SERVER_BUILDER = "build_openai_app"
 """Of the same module; returns the application. Only the name is relied on."""
 
 CLIENT_STOPPED = "_shutdown_called"
-"""Attribute of the host's ``AsyncOmni``, only read: whether it is told to stop. Without it ends that a stop
+"""Attribute of vLLM-Omni's ``AsyncOmni``, only read: whether it is told to stop. Without it ends that a stop
 outruns are said one by one.
 """
 
@@ -137,7 +137,7 @@ POOL_SEAMS: dict[str, tuple[Seam, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One attribute of an object of the host that is read or set.
+    """One attribute of an object of vLLM-Omni that is read or set.
 
     Attributes:
         name: The attribute's name.
@@ -225,10 +225,10 @@ def signature_of(function: object) -> str:
 
 
 def check(owner: type | ModuleType, seams: Iterable[Seam]) -> None:
-    """Compare a class or a module of the host with what the plugin expects of it.
+    """Compare a class or a module of vLLM-Omni with what the plugin expects of it.
 
     Args:
-        owner: The host's class or module.
+        owner: vLLM-Omni's class or module.
         seams: Its seams.
 
     Raises:
@@ -249,7 +249,7 @@ def check(owner: type | ModuleType, seams: Iterable[Seam]) -> None:
 
 
 def check_fields(owner: object, fields: Iterable[Field]) -> None:
-    """Compare an object of the host with what the plugin expects to find on it.
+    """Compare an object of vLLM-Omni with what the plugin expects to find on it.
 
     Raises:
         SeamMismatchError: For the first attribute that is missing or of another type.

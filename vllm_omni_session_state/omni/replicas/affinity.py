@@ -1,11 +1,11 @@
 """The hook on the host's pools of replicas: each step goes to the replica that has its session.
 
-The host routes requests, and knows no sessions: with several replicas the steps of one would go to any of
-them. So a request is bound to its session's home before the host looks for a replica. The host honours what
+vLLM-Omni routes requests, and knows no sessions: with several replicas the steps of one would go to any of
+them. So a request is bound to its session's home before vLLM-Omni looks for a replica. vLLM-Omni honours what
 is bound, and lets go of it by itself.
 
 A remote call about sessions goes to one replica, on the orchestrator's loop beside its requests: a call that
-the host makes of them holds up the steps of all replicas until the longest is over.
+vLLM-Omni makes of them holds up the steps of all replicas until the longest is over.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.ids import DEFAULT
+from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.replicas.homes import Asking, Homes
 
@@ -63,7 +63,7 @@ class _Step:
 
 
 def step_of(extra_args: Mapping[str, Any] | None) -> _Step | None:
-    """The session of a request and what becomes of it, as the host's AR-Diffusion runner reads it.
+    """The session of a request and what becomes of it, as vLLM-Omni's AR-Diffusion runner reads it.
 
     Returns:
         ``None`` for a request that the runner refuses.
@@ -82,10 +82,10 @@ def step_of(extra_args: Mapping[str, Any] | None) -> _Step | None:
 
 
 class Affinity:
-    """The replicas of one stage of the host, and which of them has which session.
+    """The replicas of one stage of vLLM-Omni, and which of them has which session.
 
     Args:
-        pool: The host's.
+        pool: vLLM-Omni's.
         strict: Whether steps of a lost session fail.
 
     Attributes:
@@ -97,7 +97,7 @@ class Affinity:
         self.homes = Homes(strict=strict, under_way=self._under_way)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._pool = pool
-        self._host = pool.submit_initial
+        self._original = pool.submit_initial
         self._asking: asyncio.Task[None] | None = None
         self._newcomers = False
         self._mute: weakref.WeakSet[Any] = weakref.WeakSet()  # clients that cannot be asked
@@ -105,9 +105,9 @@ class Affinity:
 
     def follow(self) -> None:
         """From now on a step goes to its session's home."""
-        host = self._host
+        original = self._original
 
-        @functools.wraps(host)
+        @functools.wraps(original)
         async def submit_initial(request_id: str, req_state: Any, request: Any, **how: Any) -> Any:
             return await self._submit(request_id, req_state, request, **how)
 
@@ -122,7 +122,7 @@ class Affinity:
         else:
             slots = pool.available_replica_ids()
         found = {slot: pool.clients[slot] for slot in slots}
-        if len(found) < 2:  # the only one is the host's to judge
+        if len(found) < 2:  # the only one is vLLM-Omni's to judge
             return found
         return {slot: client for slot, client in found.items() if _is_well(client)}
 
@@ -136,13 +136,13 @@ class Affinity:
         """Call a method of the workers of one replica; on the orchestrator's loop.
 
         Returns:
-            The host's answer of that replica.
+            vLLM-Omni's answer of that replica.
         """
         if self.attached().get(slot) is not client:
             return {"supported": False, "error": f"replica {slot} is gone"}
         meant = [self.meant(name, how) if method in _ENDS else [] for name in names]
         quiet = self.homes.quiet(key for keys in meant for key in keys)
-        # No time limit: the host drops a call that waited too long behind a step, and the end with it.
+        # No time limit: vLLM-Omni drops a call that waited too long behind a step, and the end with it.
         reply = await self._pool.collective_rpc(slot, method, None, names, dict(how))
         ranks = _ranks_of(reply)
         for at, keys in enumerate(meant):
@@ -185,7 +185,7 @@ class Affinity:
         except Exception as error:  # noqa: BLE001 - a hook never breaks serving
             say_split(f"stage {self._pool.stage_id}", error)
             step = None
-        got = await self._host(request_id, req_state, request, **how)
+        got = await self._original(request_id, req_state, request, **how)
         if step is not None and got != slot:
             self.homes.went(step.session, request_id, got, self._pool.clients[got])
         if step is not None and step.close:
@@ -281,7 +281,7 @@ class Affinity:
 def _of_one_request(error: SessionStateError) -> Exception:
     """An error that fails its request and no other.
 
-    Of those of which the host's dispatch does not end, it is the one whose words reach the client.
+    Of those of which vLLM-Omni's dispatch does not end, it is the one whose words reach the client.
     """
     from vllm_omni.engine.errors import NativeKVHandoffError  # noqa: PLC0415
 
@@ -290,7 +290,7 @@ def _of_one_request(error: SessionStateError) -> Exception:
 
 
 def answer_of(reply: Any) -> Mapping[str, Any] | None:
-    """What the ranks of a replica answer, in what the host hands back for it; ``None`` where they do not."""
+    """What the ranks of a replica answer, in what vLLM-Omni hands back for it; ``None`` where they do not."""
     answer = reply[0] if isinstance(reply, list | tuple) and reply else reply
     return answer if isinstance(answer, Mapping) and "ranks" in answer else None
 
@@ -301,7 +301,7 @@ def _ranks_of(reply: Any) -> list[Mapping[str, Any]]:
 
 
 def _is_well(client: Any) -> bool:
-    """Whether a replica's process lives, as the host's own health check sees it."""
+    """Whether a replica's process lives, as vLLM-Omni's own health check sees it."""
     try:
         client.check_health()
     except Exception:  # noqa: BLE001 - whatever it says

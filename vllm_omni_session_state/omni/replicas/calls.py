@@ -1,10 +1,10 @@
 """Whom a remote call about sessions goes to: the one replica that has the session, or all of them at once.
 
-A call reaches one replica, beside the requests of the host's orchestrator. One is under way there at a time:
-the host runs it between two steps and holds a thread of that replica for it. A long step delays the calls to
+A call reaches one replica, beside the requests of vLLM-Omni's orchestrator. One is under way there at a time:
+vLLM-Omni runs it between two steps and holds a thread of that replica for it. A long step delays the calls to
 its own replica and no other's.
 
-Where the host's pools cannot be reached, a call goes to all replicas together, by the host's own way.
+Where vLLM-Omni's pools cannot be reached, a call goes to all replicas together, by vLLM-Omni's own way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Asked:
         return not self.failures and all(rank["ok"] for rank in ranks)
 
     def take(self, number: int, reply: Any) -> None:
-        """Note what the host hands back for one replica."""
+        """Note what vLLM-Omni hands back for one replica."""
         answer = answer_of(reply)
         if answer is not None:
             self.answers[number] = answer
@@ -67,7 +67,7 @@ class _Replica:
     Args:
         affinity: Of its pool.
         slot: Its place there.
-        client: The host's.
+        client: vLLM-Omni's.
         number: By which it is known in answers.
     """
 
@@ -96,7 +96,7 @@ class _Replica:
 
 
 class _Everybody:
-    """All replicas of some stages, one after the other: the host's own remote call."""
+    """All replicas of some stages, one after the other: vLLM-Omni's own remote call."""
 
     def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
         self.turn = asyncio.Lock()
@@ -120,7 +120,7 @@ class Replicas:
     stages it is the slot times their count, plus the place of its own among them.
 
     Args:
-        engine_client: The host's ``AsyncOmni``.
+        engine_client: vLLM-Omni's ``AsyncOmni``.
         stage_ids: The stages.
     """
 

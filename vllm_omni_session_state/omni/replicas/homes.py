@@ -1,11 +1,11 @@
 """The homes of one stage's sessions: which replica has each session, and who lost theirs with a replica.
 
-A home is a client object of the host's pool, never a slot's number: the host gives the slot of a dead
+A home is a client object of vLLM-Omni's pool, never a slot's number: vLLM-Omni gives the slot of a dead
 replica to the next one. A session gets its home at its first step and keeps it until it ends. A worker that
 lets go of a session by itself tells nobody; so a replica is asked now and then which of its sessions it still
 has, and what it has not is forgotten. Nothing is forgotten by a guess.
 
-All of it runs on the one thread of the host's orchestrator; other threads only read. It knows no host.
+All of it runs on the one thread of vLLM-Omni's orchestrator; other threads only read. It knows no original.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vllm_omni_session_state.base.errors import NoRoomError, SessionStateLostError
+from vllm_omni_session_state.base.ids import display_id, redacted_id
 from vllm_omni_session_state.base.log import LOGGER
-from vllm_omni_session_state.base.ids import redacted_id, display_id
 from vllm_omni_session_state.manager.losses import Losses, Reason
 
 MOST = 65_536
@@ -129,7 +129,7 @@ class Homes:
             self._lose(key, home)
             home = None
         if reset:
-            self._losses.forgive(key)
+            self._losses.clear(key)
         elif home is None and (reason := self._losses.reason(key)) is not None:
             raise SessionStateLostError(display_id(key), reason.value)
         if home is None:
@@ -143,18 +143,18 @@ class Homes:
         return home.slot
 
     def went(self, key: str, request: str, slot: int, client: object) -> None:
-        """Note where the host sent a step, if it chose the replica itself."""
+        """Note where vLLM-Omni sent a step, if it chose the replica itself."""
         home = self._homes.get(key)
         if home is not None and home.client is not client:
             self._lose(key, home)
-            self._losses.forgive(key)  # its step is on its way
+            self._losses.clear(key)  # its step is on its way
             home = None
         if home is not None or not self.full:
             self._step(key, home or self._add(key, client, slot), request)
 
     def forget(self, key: str) -> None:
         """A session has ended, or its client does not want to go on with it."""
-        self._losses.forgive(key)
+        self._losses.clear(key)
         self._remove(key)
 
     def doubt(self, key: str) -> None:

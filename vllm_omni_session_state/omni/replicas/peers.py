@@ -1,6 +1,6 @@
 """Farewell to a replica whose process has died, on the one thread that serves all replicas.
 
-There the host sends it a last message, which waits until somebody is connected: every session of every
+There vLLM-Omni sends it a last message, which waits until somebody is connected: every session of every
 replica stands still for good. Then it waits up to ten seconds for the rest of the process to end.
 """
 
@@ -19,12 +19,12 @@ class _Careful:
     """Stands where a client's socket does; what is sent to a process that is gone is dropped.
 
     Args:
-        socket: The host's.
+        socket: vLLM-Omni's.
         process: At its other end.
     """
 
     def __init__(self, socket: Any, process: Any) -> None:
-        import zmq  # noqa: PLC0415 - the host brings it
+        import zmq  # noqa: PLC0415 - vLLM-Omni brings it
 
         self._socket = socket
         self._process = process
@@ -42,10 +42,10 @@ class _Careful:
 
 
 def make_careful(client: Any) -> None:
-    """Have the farewell to a local replica of the host hold up nobody.
+    """Have the farewell to a local replica of vLLM-Omni hold up nobody.
 
     Args:
-        client: The host's; one without a process or a socket of its own is left as it is.
+        client: vLLM-Omni's; one without a process or a socket of its own is left as it is.
     """
     socket, manager = getattr(client, "_request_socket", None), getattr(client, "_proc_manager", None)
     process = getattr(manager, "proc", None)
@@ -57,13 +57,13 @@ def make_careful(client: Any) -> None:
 
 def _wait_apart(client: weakref.ref[Any], manager: Any) -> None:
     """Have a dead replica's process be waited for in a thread of its own; any other is as ever."""
-    host = manager.shutdown
+    original = manager.shutdown
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     def shutdown(*args: Any, **kwargs: Any) -> None:
         if getattr(client(), "_engine_dead", False):
-            threading.Thread(target=host, args=args, kwargs=kwargs, name="session-state-farewell").start()
+            threading.Thread(target=original, args=args, kwargs=kwargs, name="session-state-farewell").start()
         else:
-            host(*args, **kwargs)
+            original(*args, **kwargs)
 
     manager.shutdown = shutdown

@@ -1,6 +1,6 @@
-"""The hook where the host brings a stage's replicas together: with the flag on, their pool gets affinity.
+"""The hook where vLLM-Omni brings a stage's replicas together: with the flag on, their pool gets affinity.
 
-With the flag off the one wrapper hands through, and every pool is as the host made it.
+With the flag off the one wrapper hands through, and every pool is as vLLM-Omni made it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from vllm_omni_session_state.base.errors import SessionStateError
 from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.replicas.affinity import Affinity, say_split
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
+from vllm_omni_session_state.omni.replicas.affinity import Affinity, say_split
 from vllm_omni_session_state.omni.replicas.peers import make_careful
 from vllm_omni_session_state.omni.replicas.stages import keeps_sessions, stages_with_sessions
 
 _RUNTIME, _POOL = seams.POOL_SEAMS
 _AFFINITY = "_session_state_affinity"
-"""Attribute of a pool of the host: the affinity of its sessions."""
+"""Attribute of a pool of vLLM-Omni: the affinity of its sessions."""
 
 
 def install() -> None:
@@ -31,8 +31,8 @@ def wrap(module: ModuleType) -> None:
     """Wrap the method that brings replicas together, once; one that looks otherwise is left alone."""
     runtime = getattr(module, _RUNTIME.rpartition(".")[2], None)
     (seam,) = seams.POOL_SEAMS[_RUNTIME]
-    host: Callable[..., Any] = getattr(runtime, seam.name, None)  # type: ignore[assignment]
-    if hasattr(host, seams.MARK):
+    original: Callable[..., Any] = getattr(runtime, seam.name, None)  # type: ignore[assignment]
+    if hasattr(original, seams.MARK):
         return
     try:
         seams.check(runtime or module, (seam,))
@@ -40,9 +40,9 @@ def wrap(module: ModuleType) -> None:
         say_split("any stage", error)
         return
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     def _assemble_stage_pools(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pools = host(self, *args, **kwargs)
+        pools = original(self, *args, **kwargs)
         for pool in pools:
             _follow(pool, self)
         return pools
@@ -52,7 +52,7 @@ def wrap(module: ModuleType) -> None:
 
 
 def affinity_of(pool: Any) -> Affinity | None:
-    """The affinity of a pool's sessions; ``None`` where the flag is off or the host looks otherwise."""
+    """The affinity of a pool's sessions; ``None`` where the flag is off or vLLM-Omni looks otherwise."""
     found = getattr(pool, _AFFINITY, None)
     return found if isinstance(found, Affinity) else None
 

@@ -20,9 +20,9 @@ def stages_with_sessions(engine_client: Any) -> dict[int, settings.Settings]:
         held = _held(stage)
         flag, options = getattr(held, settings.FLAG, None), settings.options_of(held)
         # What is wrong with a setting is said by the worker, which reads the same.
-        settings, _ = settings.resolve(flag, os.environ, options=options)
-        if settings.enabled:
-            found[int(getattr(stage, "stage_id", number))] = settings
+        resolved, _ = settings.resolve(flag, os.environ, options=options)
+        if resolved.enabled:
+            found[int(getattr(stage, "stage_id", number))] = resolved
     return found
 
 
@@ -32,7 +32,7 @@ def keeps_sessions(stage: Any) -> bool:
     In its stepwise mode, and with any other runner, a session is one request.
 
     Args:
-        stage: One of the host's stage configurations, of a diffusion stage.
+        stage: One of vLLM-Omni's stage configurations, of a diffusion stage.
     """
     held = _held(stage)
     if getattr(held, "step_execution", False) or getattr(held, "streaming_output", False):

@@ -18,19 +18,19 @@ from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base import settings
-from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
-from vllm_omni_session_state.omni.admin import install
-from vllm_omni_session_state.omni.replicas import pools
+from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
+from vllm_omni_session_state.omni.replicas import pools
 from vllm_omni_session_state.omni.replicas.stages import stages_with_sessions
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 _MARK = seams.MARK
 _ENDS = "_session_state_ends"
-"""Attribute of a serving object of the host: the live sessions behind it."""
+"""Attribute of a serving object of vLLM-Omni: the live sessions behind it."""
 
 _ROBOT = "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection"
 _POLICY = "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI"
@@ -46,19 +46,19 @@ def install() -> None:
 def wrap(module: ModuleType) -> None:
     """Wrap the function that the server calls when its engine is there, once."""
     name = seams.SERVER_FUNCTION.name
-    host = getattr(module, name, None)
-    if not callable(host):
+    original = getattr(module, name, None)
+    if not callable(original):
         _say_left_alone("API server", f"expected a function {module.__name__}.{name}, found none")
         return
-    if hasattr(host, _MARK):
+    if hasattr(original, _MARK):
         return
-    install.note_applications(module)
+    mount.note_applications(module)
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     async def omni_init_app_state(*args: Any, **kwargs: Any) -> Any:
-        result = await host(*args, **kwargs)
+        result = await original(*args, **kwargs)
         try:
-            call = inspect.signature(host).bind(*args, **kwargs)
+            call = inspect.signature(original).bind(*args, **kwargs)
             connect(call.arguments["engine_client"], call.arguments["state"])
         except Exception as error:  # noqa: BLE001 - a hook never breaks serving
             _say_left_alone("API server", f"{type(error).__name__}: {error}")
@@ -72,8 +72,8 @@ def connect(engine_client: Any, state: Any) -> None:
     """Have the ends of sessions reach the workers of every stage that has the flag on; else do nothing.
 
     Args:
-        engine_client: The host's ``AsyncOmni``.
-        state: The application's state, filled by the host.
+        engine_client: vLLM-Omni's ``AsyncOmni``.
+        state: The application's state, filled by vLLM-Omni.
     """
     stages = stages_with_sessions(engine_client)
     if not stages:
@@ -81,7 +81,7 @@ def connect(engine_client: Any, state: Any) -> None:
     settings = next(iter(stages.values()))
     show_in_the_clear(settings.show_ids)
     workers = WorkerClient(engine_client, list(stages))
-    install.serve(workers, state, http=any(each.http for each in stages.values()))
+    mount.serve(workers, state, http=any(each.http for each in stages.values()))
     policy = getattr(state, "openai_serving_realtime_robot", None)
     if policy is not None:
         _connect_ends(workers, state, policy, settings, list(stages))
@@ -152,10 +152,10 @@ def _tried(what: str, hook: Callable[[], None]) -> bool:
 
 
 class RobotSessionProxy:
-    """Stands between one robot's connection and the host's serving object, whose three names it offers.
+    """Stands between one robot's connection and vLLM-Omni's serving object, whose three names it offers.
 
     Args:
-        connection: The host's ``RobotRealtimeConnection``.
+        connection: vLLM-Omni's ``RobotRealtimeConnection``.
         ends: The live sessions.
         settings: The settings in force.
     """
@@ -180,7 +180,7 @@ class RobotSessionProxy:
         self._serving.reset(obs)
 
     async def infer(self, obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
-        """Take one step; ``reset`` comes as the host has it, and goes on as false where one resumes."""
+        """Take one step; ``reset`` comes as vLLM-Omni has it, and goes on as false where one resumes."""
         if self._switch_ends and self._current not in (None, session_id):
             self._forget([self._current])
         self._current = session_id
@@ -198,7 +198,7 @@ class RobotSessionProxy:
         self._ends.leave(self, keep=True)
 
     def _forget_what_the_host_forgot(self) -> None:
-        """End sessions that the host does not remember as this connection's: their next step starts anew."""
+        """End sessions that vLLM-Omni does not remember as this connection's: their next step starts anew."""
         seen = getattr(self._connection, "_seen_sessions", None)
         if seen is not None:
             self._forget([key for key in self._mine if key not in seen])
@@ -211,18 +211,18 @@ class RobotSessionProxy:
 
 
 def _hook_connection(connection: type) -> None:
-    host: Callable[[Any], Any] = connection.handle_connection  # type: ignore[attr-defined]
-    if hasattr(host, _MARK):
+    original: Callable[[Any], Any] = connection.handle_connection  # type: ignore[attr-defined]
+    if hasattr(original, _MARK):
         return
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     async def handle_connection(self: Any) -> Any:
         behind = getattr(self.serving, _ENDS, None)
         if behind is None:
-            return await host(self)
+            return await original(self)
         door = self.serving = RobotSessionProxy(self, *behind)
         try:
-            return await host(self)
+            return await original(self)
         finally:
             door.leave()
 
@@ -231,13 +231,13 @@ def _hook_connection(connection: type) -> None:
 
 
 def _hook_rollout(rollout: Any, policy: Any, ends: LiveSessions) -> None:
-    """The host calls ``drop_session`` at every close and reset; it looks for the model in this process."""
-    host = rollout._infer_world_model
+    """vLLM-Omni calls ``drop_session`` at every close and reset; it looks for the model in this process."""
+    original = rollout._infer_world_model
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     async def infer(obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
         async with ends.step(session_id, rollout):
-            return await host(obs, session_id=session_id, reset=reset)
+            return await original(obs, session_id=session_id, reset=reset)
 
     rollout._infer_world_model = infer
     policy.drop_session = ends.end

@@ -8,7 +8,7 @@ queued cannot bring a closed session back.
 Whoever may go on with a session is an owner of it: a robot's connection, or the rollout endpoints. Several
 connections can have one session (all that name none have "default"), and it ends with the last of them.
 
-It all runs on the server's one event loop; nothing here knows the host.
+It all runs on the server's one event loop; nothing here knows vLLM-Omni.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.base.log import LOGGER, log_rarely
 from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.log import LOGGER, log_rarely
 
 _SOON = range(2, 4)
 """Places in the line of steps whose sessions are brought back early. The first one runs, and the worker hears
@@ -141,7 +141,7 @@ class LiveSessions:
             owner: Who takes the step.
             named: Whether a robot named the session by an id of its own.
         """
-        await self._settled(key)
+        await self._wait_for_pending_end(key)
         live = self._live.get(key)
         if live is None:
             live = self._live[key] = _Live()
@@ -176,7 +176,7 @@ class LiveSessions:
             key: The id by which the robot names it.
             owner: The connection that names it.
         """
-        await self._settled(key)
+        await self._wait_for_pending_end(key)
         live = self._live.get(key)
         if not self._resume_s or live is None or not live.named:
             return False
@@ -338,7 +338,7 @@ class LiveSessions:
         if self._arriving.get(key) is task:
             del self._arriving[key]
 
-    async def _settled(self, key: str) -> None:
+    async def _wait_for_pending_end(self, key: str) -> None:
         """Wait until every end of that session that is on its way has arrived."""
         while (task := self._arriving.get(key)) is not None:
             await asyncio.wait({task})

@@ -14,8 +14,8 @@ from typing import Any
 from vllm_omni_session_state.base.errors import SessionStateError
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.server.live_sessions import WorkersStoppedError
 from vllm_omni_session_state.omni.replicas.calls import Asked, Callee, Replicas
+from vllm_omni_session_state.omni.server.live_sessions import WorkersStoppedError
 
 _ENDS = ("session_state_close", "session_state_reset")
 
@@ -63,7 +63,7 @@ class WorkerClient:
     """The workers of some stages, with all their replicas and ranks.
 
     Args:
-        engine_client: The host's ``AsyncOmni``.
+        engine_client: vLLM-Omni's ``AsyncOmni``.
         stage_ids: The stages.
     """
 
@@ -71,7 +71,7 @@ class WorkerClient:
         self._engine_client = engine_client
         self._replicas = Replicas(engine_client, stage_ids)
         self._open: dict[tuple[str, Callee], _Batch] = {}
-        self._deaf = False
+        self._unsupported = False
 
     def lost(self) -> dict[int, int]:
         """How many sessions were lost with their replica, by its number."""
@@ -79,12 +79,12 @@ class WorkerClient:
 
     @property
     def attached(self) -> frozenset[int] | None:
-        """Numbers of the replicas that are there; ``None`` where the host's pools cannot be reached."""
+        """Numbers of the replicas that are there; ``None`` where vLLM-Omni's pools cannot be reached."""
         return self._replicas.attached()
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way, as far as the host tells: then a call delays nobody."""
+        """Whether no request is under way, as far as vLLM-Omni tells: then a call delays nobody."""
         requests = getattr(self._engine_client, "request_states", None)
         return requests is not None and not requests
 
@@ -123,7 +123,7 @@ class WorkerClient:
             RuntimeError: If a replica did not hear it; the others have.
         """
         asked = await self.ask("session_state_mark_stale")
-        if asked.failures and not self._deaf:
+        if asked.failures and not self._unsupported:
             raise RuntimeError("; ".join(asked.failures))
 
     async def holds(self, key: str) -> bool:
@@ -163,7 +163,7 @@ class WorkerClient:
     async def _send(self, method: str, callee: Callee, batch: _Batch) -> Asked:
         async with callee.turn:
             del self._open[method, callee]
-            if self._deaf:
+            if self._unsupported:
                 return Asked()
             if self._stopped:  # a replica that is being shut down would log each call as a failure
                 raise WorkersStoppedError
@@ -173,8 +173,8 @@ class WorkerClient:
                 raise (WorkersStoppedError() if self._stopped else error) from None
             if asked.failures and self._stopped:
                 raise WorkersStoppedError
-            self._hear(method, asked)
-            return Asked() if self._deaf else asked
+            self._note_unsupported(method, asked)
+            return Asked() if self._unsupported else asked
 
     async def ask(self, method: str, *names: str, sent: asyncio.Event | None = None, **how: bool) -> Asked:
         """Ask for what an operator wants; names are ids or as a listing shows them.
@@ -192,7 +192,7 @@ class WorkerClient:
             async with callee.turn:
                 if sent is not None:
                     sent.set()
-                return Asked() if self._deaf else await callee.call(method, names, given)
+                return Asked() if self._unsupported else await callee.call(method, names, given)
 
         asked = Asked()
         one = len(callees) == 1  # who waits for no other needs no task of its own
@@ -202,25 +202,25 @@ class WorkerClient:
         for name in names if method in _ENDS else ():
             self._replicas.forget(name)
         if not asked.answers:
-            self._hear(method, asked)
+            self._note_unsupported(method, asked)
         return asked
 
     @property
     def _stopped(self) -> bool:
-        """Whether the server stops in order; the host notes it before anything ends."""
+        """Whether the server stops in order; vLLM-Omni notes it before anything ends."""
         return bool(getattr(self._engine_client, seams.CLIENT_STOPPED, False))
 
-    def _hear(self, method: str, asked: Asked) -> None:
+    def _note_unsupported(self, method: str, asked: Asked) -> None:
         """Note, once, that no worker has such a method: it has said why its model keeps its own state.
 
         Each call is an error there.
         """
         ranks = [rank for answer in asked.answers.values() for rank in answer["ranks"]]
-        if self._deaf or any(rank["ok"] or "errors" in rank for rank in ranks):
+        if self._unsupported or any(rank["ok"] or "errors" in rank for rank in ranks):
             return
         failures = [*asked.failures, *(rank["error"] for rank in ranks)]
         if failures and all(f"attribute '{method}'" in failure for failure in failures):
-            self._deaf = True
+            self._unsupported = True
             LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
 
 

@@ -21,9 +21,9 @@ from typing import Any
 from vllm_omni_session_state.adapters.patches import Patches
 from vllm_omni_session_state.base.errors import SeamMismatchError, TierFaultError
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.manager.consensus import AllGather, failures, name_of, gather_status
+from vllm_omni_session_state.manager.consensus import AllGather, failures, gather_status, name_of
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.worker import budgets, kv_sizing, engine_kv, ranks
+from vllm_omni_session_state.omni.worker import budgets, engine_kv, kv_sizing, ranks
 from vllm_omni_session_state.omni.worker.lifecycle import leave_process
 
 
@@ -32,7 +32,7 @@ class Load:
     """One pipeline whose settings ask for a manager, and what came of that on this rank.
 
     Attributes:
-        od_config: The host's configuration that it was loaded from.
+        od_config: vLLM-Omni's configuration that it was loaded from.
         pipeline: The pipeline; whoever loaded it holds it.
         manager: Its manager, which it holds.
         patches: What was set on it.
@@ -81,25 +81,25 @@ class RunnerPool:
         return runner is None or self.holds(key) or len(runner._sessions) < runner._session_capacity
 
 
-def preallocate(runner: Any, host: Callable[..., None], available_bytes: int | None) -> None:
-    """The host's ``_preallocate_kv_cache``, after which all ranks have the same sessions in the same places.
+def preallocate(runner: Any, original: Callable[..., None], available_bytes: int | None) -> None:
+    """vLLM-Omni's ``_preallocate_kv_cache``, after which all ranks have the same sessions in the same places.
 
     Args:
-        runner: The host's, with its pipeline loaded.
-        host: The host's own method, bound.
-        available_bytes: As the host gives it.
+        runner: vLLM-Omni's, with its pipeline loaded.
+        original: vLLM-Omni's own method, bound.
+        available_bytes: As vLLM-Omni gives it.
     """
     load = next((load for load in reversed(loads) if load.pipeline() is runner.pipeline), None)
     manager = None if load is None else _managed_together(load)
     if manager is None:
-        host(available_bytes=available_bytes)
+        original(available_bytes=available_bytes)
         return
     reserved, failed = None, ""
     try:
-        if manager.room.sizes_pool:
-            reserved = _sized_together(runner, manager, host, available_bytes)
+        if manager.capacity.sizes_pool:
+            reserved = _sized_together(runner, manager, original, available_bytes)
         if reserved is None:
-            host(available_bytes=available_bytes)
+            original(available_bytes=available_bytes)
     except BaseException as error:
         failed = name_of(error)
         raise
@@ -120,7 +120,7 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
     It does so also where nothing is parked: else the engine would drop its oldest session on one rank alone.
 
     Args:
-        runner: The host's.
+        runner: vLLM-Omni's.
         manager: Of its pipeline.
         failed: Why this rank has no pool.
     """
@@ -145,13 +145,13 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
             ", ".join(map(str, places)),
         )
     runner._session_capacity = min(places)
-    manager.cascade.engine_nbytes = max(nbytes)
-    budgets.say_too_small(manager.cascade)
-    manager.room.pool = RunnerPool(runner)
+    manager.offloader.engine_nbytes = max(nbytes)
+    budgets.say_too_small(manager.offloader)
+    manager.capacity.pool = RunnerPool(runner)
 
 
 def say_host_sizes(why: object) -> None:
-    """Say that the pool is as the host plans it, although it should not be."""
+    """Say that the pool is as vLLM-Omni plans it, although it should not be."""
     log_once(logging.WARNING, ("sizing",), "the engine's KV pool is as large as without the plugin: %s", why)
 
 
@@ -182,9 +182,9 @@ def _managed_together(load: Load) -> SessionStateManager | None:
 
 def _leave_disk(manager: SessionStateManager, why: str) -> None:
     """Park nothing on the disk, since one of the ranks cannot."""
-    cascade = manager.cascade
-    disk, cascade.disk, cascade.spiller = cascade.disk, None, None
-    manager.room.sizes_pool &= bool(cascade)
+    offloader = manager.offloader
+    disk, offloader.disk, offloader.spiller = offloader.disk, None, None
+    manager.capacity.sizes_pool &= bool(offloader)
     if disk is not None:
         with contextlib.suppress(TierFaultError):  # the next worker that starts there cleans
             disk.close()
@@ -192,7 +192,7 @@ def _leave_disk(manager: SessionStateManager, why: str) -> None:
 
 
 def _sized_together(
-    runner: Any, manager: SessionStateManager, host: Callable[..., None], available_bytes: int | None
+    runner: Any, manager: SessionStateManager, original: Callable[..., None], available_bytes: int | None
 ) -> int | None:
     """Make the pool that the device budget leaves room for, on all ranks or on none.
 
@@ -201,7 +201,7 @@ def _sized_together(
     """
     failed, reserved = "", None
     try:
-        reserved = kv_sizing.preallocate(runner, manager, host, available_bytes)
+        reserved = kv_sizing.preallocate(runner, manager, original, available_bytes)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
         failed = name_of(error)
     except BaseException as error:
@@ -209,11 +209,11 @@ def _sized_together(
         raise
     reasons = _reasons("sizing", failed=failed)
     if reasons:
-        runner.kv_cache = None  # the host makes another one, and there may be no room for both
+        runner.kv_cache = None  # vLLM-Omni makes another one, and there may be no room for both
         _give_back()
         say_host_sizes(reasons)
         return None
-    manager.room.fix_device_budget()
+    manager.capacity.fix_device_budget()
     return reserved
 
 

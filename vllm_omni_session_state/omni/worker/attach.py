@@ -8,10 +8,10 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.adapters import ADAPTERS
-from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import show_in_the_clear
+from vllm_omni_session_state.base.log import LOGGER, log_once
 
 if TYPE_CHECKING:
     from vllm_omni_session_state.manager.consensus import AllGather
@@ -29,7 +29,7 @@ def attach(pipeline: object, od_config: object) -> None:
 
     Args:
         pipeline: What ``load_model`` returned.
-        od_config: The host's configuration that it was loaded from.
+        od_config: vLLM-Omni's configuration that it was loaded from.
     """
     try:
         _attach(pipeline, od_config)
@@ -57,25 +57,25 @@ def _attach(pipeline: object, od_config: object) -> None:
             settings.FLAG,
             settings.ENV_FLAG,
         )
-    settings, complaints = settings.resolve(
+    chosen, complaints = settings.resolve(
         None if flag is _NO_FIELD else flag, os.environ, options=settings.options_of(od_config)
     )
     for complaint in complaints:
         log_once(logging.WARNING, ("complaint", complaint.setting, complaint.value), "%s", complaint)
-    if not settings.enabled:
+    if not chosen.enabled:
         return
     if known is None:
         name = type(pipeline).__qualname__
         log_once(logging.INFO, ("no adapter", name), "%s has no session state that this plugin knows", name)
         return
-    _give(pipeline, od_config, known, settings)
+    _give(pipeline, od_config, known, chosen)
 
 
-def _give(pipeline: object, od_config: object, known: str, settings: settings.Settings) -> None:
+def _give(pipeline: object, od_config: object, known: str, chosen: settings.Settings) -> None:
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
     from vllm_omni_session_state.manager.consensus import name_of  # noqa: PLC0415
-    from vllm_omni_session_state.omni.worker import agreement, budgets, ranks, runner  # noqa: PLC0415
     from vllm_omni_session_state.omni.hooks import seams  # noqa: PLC0415
+    from vllm_omni_session_state.omni.worker import agreement, budgets, ranks, runner  # noqa: PLC0415
 
     _end_earlier_loads(od_config)
     load = agreement.Load(od_config, weakref.ref(pipeline))
@@ -90,8 +90,8 @@ def _give(pipeline: object, od_config: object, known: str, settings: settings.Se
             exchange = None  # its sessions end with their calls: there is nothing to agree on
         elif not runner.hook_runner() and several_ranks:
             apart = "this vLLM-Omni's ranks cannot agree on the engine's KV pool when it is made"
-        bounds = budgets.bounds_of(settings, several_ranks=several_ranks, apart=apart)
-        _manage(pipeline, load, known, settings, bounds=bounds, exchange=None if apart else exchange)
+        bounds = budgets.bounds_of(chosen, several_ranks=several_ranks, apart=apart)
+        _manage(pipeline, load, known, chosen, bounds=bounds, exchange=None if apart else exchange)
     except Exception as error:
         load.patches.undo()
         load.failed = name_of(error)
@@ -105,48 +105,48 @@ def _manage(
     pipeline: object,
     load: Load,
     known: str,
-    settings: settings.Settings,
+    chosen: settings.Settings,
     *,
     bounds: Bounds,
     exchange: AllGather | None,
 ) -> None:
     """Make the manager and attach the adapter; what has failed here, the ranks tell each other later."""
     from vllm_omni_session_state.manager.manager import SessionStateManager  # noqa: PLC0415
-    from vllm_omni_session_state.omni.worker import budgets, rpc  # noqa: PLC0415
     from vllm_omni_session_state.offload.host_tier import HostTier  # noqa: PLC0415
+    from vllm_omni_session_state.omni.worker import budgets, rpc  # noqa: PLC0415
 
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
-    disk, load.no_disk = budgets.disk_tier(bounds, keep=settings.keep_on_exit)
+    disk, load.no_disk = budgets.disk_tier(bounds, keep=chosen.keep_on_exit)
     if load.no_disk and exchange is None:
         budgets.say_no_disk(load.no_disk)
     manager = SessionStateManager(
-        max_sessions=settings.max_sessions,
+        max_sessions=chosen.max_sessions,
         device_budget=bounds.device,
         tier=None if bounds.host is None else HostTier(budget=bounds.host),
         disk=disk,
-        max_parked=settings.max_parked,
-        on_lost=settings.on_lost,
-        idle_drop_s=settings.idle_drop_s,
+        max_parked=chosen.max_parked,
+        on_lost=chosen.on_lost,
+        idle_drop_s=chosen.idle_drop_s,
         exchange=exchange,
     )
-    has_budget = bool(manager.cascade) and bounds.device is not None
-    manager.room.sizes_pool = has_budget and settings.kv_pool == "budget"
-    more = settings.max_parked, settings.on_lost, settings.kv_pool, settings.video_latents
-    load.terms = f"{settings.max_sessions} sessions, {bounds}, {more}"
+    has_budget = bool(manager.offloader) and bounds.device is not None
+    manager.capacity.sizes_pool = has_budget and chosen.kv_pool == "budget"
+    more = chosen.max_parked, chosen.on_lost, chosen.kv_pool, chosen.video_latents
+    load.terms = f"{chosen.max_sessions} sessions, {bounds}, {more}"
     try:
-        adapter.attach(pipeline, manager, load.patches, video_latents=settings.video_latents)
+        adapter.attach(pipeline, manager, load.patches, video_latents=chosen.video_latents)
         rpc.install()
     except BaseException:
         if disk is not None:
             disk.close()
         raise
     load.manager = weakref.ref(manager)
-    budgets.say_too_small(manager.cascade)
-    show_in_the_clear(settings.show_ids)
+    budgets.say_too_small(manager.offloader)
+    show_in_the_clear(chosen.show_ids)
     LOGGER.info(
         "session state manager (experimental) is on for %s: %d sessions are kept, %s",
         type(pipeline).__qualname__,
-        settings.max_sessions,
+        chosen.max_sessions,
         bounds,
     )
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_omni_session_state.base.settings import Settings
 from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.settings import Settings
 
 if TYPE_CHECKING:
     from vllm_omni_session_state.manager.tiers import Tiers

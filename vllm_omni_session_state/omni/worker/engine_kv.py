@@ -17,13 +17,18 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state.base.errors import KVOccupiedError, MidChunkError, PoolFullError, SeamMismatchError
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.omni.worker import kv_payload
-from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.state.paged_kv import PagedKV
 from vllm_omni_session_state.accounting.regions import HOST, Region, Union, union
+from vllm_omni_session_state.base.errors import (
+    KVOccupiedError,
+    MidChunkError,
+    PoolFullError,
+    SeamMismatchError,
+)
+from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker import kv_payload
+from vllm_omni_session_state.state.paged_kv import PagedKV
 from vllm_omni_session_state.state.session import SessionState
 
 NAME = "engine_kv"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from vllm_omni_session_state.base.ids import digest, redacted_id, display_id
+from vllm_omni_session_state.base.ids import digest, display_id, redacted_id
 from vllm_omni_session_state.manager.manager import SessionStateManager
 
 AGREED = ("sessions", "parked_sessions", "hits", "misses", "evictions", "kv_sessions", "ends")
@@ -22,7 +22,7 @@ def figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> 
 
     Args:
         manager: Of its sessions.
-        runner: The host's.
+        runner: vLLM-Omni's.
         ends: How many ends arrived.
 
     Returns:
@@ -35,7 +35,7 @@ def figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> 
     return {
         "pid": os.getpid(),
         **manager.stats(),
-        "bounds": manager.room.bounds(),
+        "bounds": manager.capacity.bounds(),
         "kv": kv(runner),
         "kv_sessions": len(with_kv),
         "ends": dict(ends),
@@ -45,7 +45,7 @@ def figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> 
 
 def all_figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> dict[str, Any]:
     """The same with ``moves``: histograms of how long they took and how much they moved."""
-    return {**figures(manager, runner, ends), "moves": manager.cascade.moves.figures()}
+    return {**figures(manager, runner, ends), "moves": manager.offloader.moves.figures()}
 
 
 def _shown_short(key: str) -> str:

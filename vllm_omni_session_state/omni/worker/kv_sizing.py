@@ -16,15 +16,15 @@ from vllm_omni_session_state.manager.manager import SessionStateManager
 
 
 def preallocate(
-    runner: Any, manager: SessionStateManager, host: Callable[..., None], available_bytes: int | None
+    runner: Any, manager: SessionStateManager, original: Callable[..., None], available_bytes: int | None
 ) -> int:
-    """The host's ``_preallocate_kv_cache``, with what is kept for the models' own state taken off before.
+    """vLLM-Omni's ``_preallocate_kv_cache``, with what is kept for the models' own state taken off before.
 
     Args:
-        runner: The host's, with its pipeline loaded.
+        runner: vLLM-Omni's, with its pipeline loaded.
         manager: The pipeline's, with a device budget.
-        host: The host's own method, bound.
-        available_bytes: As the host gives it.
+        original: vLLM-Omni's own method, bound.
+        available_bytes: As vLLM-Omni gives it.
 
     Returns:
         The bytes that were taken off.
@@ -32,8 +32,8 @@ def preallocate(
     pipeline = runner.pipeline
     spec = pipeline.ar_diffusion_kv_cache_spec()
     own = int(spec.model_owned_state_bytes_per_session)
-    budget = manager.room.device_budget
-    assert budget is not None, "without one the host's plan is right"
+    budget = manager.capacity.device_budget
+    assert budget is not None, "without one vLLM-Omni's plan is right"
     free = runner._available_memory_bytes() if available_bytes is None else available_bytes
     reserved = reserve(own, budget, kv_nbytes=_kv_nbytes(runner, spec))
     left = free - math.ceil(reserved / runner.ar_diffusion_kv_config.gpu_memory_fraction)
@@ -41,7 +41,7 @@ def preallocate(
         spec, model_owned_state_bytes_per_session=0
     )
     try:
-        host(available_bytes=left)
+        original(available_bytes=left)
     finally:
         del pipeline.ar_diffusion_kv_cache_spec  # the class's own is there again
     return reserved

@@ -1,6 +1,6 @@
-"""The hooks on the worker's sleep and its shutdown: what session state does before the host's own.
+"""The hooks on the worker's sleep and its shutdown: what session state does before vLLM-Omni's own.
 
-The host's sleep frees what its allocator keeps in pools, and a session's tensors are in none of them. What
+vLLM-Omni's sleep frees what its allocator keeps in pools, and a session's tensors are in none of them. What
 is parked, engine KV with the rest, comes back at the session's next lease, which is after the wake-up.
 """
 
@@ -24,10 +24,10 @@ ManagerOf = Callable[[Any], SessionStateManager | None]
 
 
 def hook_sleep(worker: type, manager_of: ManagerOf) -> None:
-    """Have every session leave the device before the host's worker sleeps; idempotent.
+    """Have every session leave the device before vLLM-Omni's worker sleeps; idempotent.
 
     Args:
-        worker: The host's worker class.
+        worker: vLLM-Omni's worker class.
         manager_of: The manager of a worker's model, if it has one.
 
     Raises:
@@ -37,25 +37,25 @@ def hook_sleep(worker: type, manager_of: ManagerOf) -> None:
 
 
 def hook_shutdown(worker: type, manager_of: ManagerOf) -> None:
-    """Have the disk tier closed before the host's worker shuts down. See ``hook_sleep()``."""
+    """Have the disk tier closed before vLLM-Omni's worker shuts down. See ``hook_sleep()``."""
     _before(worker, seams.SHUTDOWN_SEAM, leave_process, manager_of)
 
 
 def _before(
     worker: type, seam: seams.Seam, act: Callable[[SessionStateManager], None], manager_of: ManagerOf
 ) -> None:
-    host = getattr(worker, seam.name, None)
-    if hasattr(host, seams.MARK):
+    original = getattr(worker, seam.name, None)
+    if hasattr(original, seams.MARK):
         return
     seams.check(worker, (seam,))
-    assert host is not None, "as just checked"
+    assert original is not None, "as just checked"
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         manager = manager_of(self)
         if manager is not None:
             act(manager)
-        return host(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     setattr(method, seams.MARK, True)
     setattr(worker, seam.name, method)
@@ -64,7 +64,7 @@ def _before(
 def leave_device(manager: SessionStateManager) -> None:
     """Park every session that nobody uses; what stays is said. Never raises."""
     try:
-        if not manager.cascade:
+        if not manager.offloader:
             if len(manager):
                 log_once(
                     logging.WARNING,
@@ -84,12 +84,12 @@ def leave_device(manager: SessionStateManager) -> None:
 def leave_process(manager: SessionStateManager) -> None:
     """Leave nothing on the disk, or all sessions where they are to be kept.
 
-    Nothing of its own is raised. What stops the process meanwhile goes on once the disk is closed: the host
+    Nothing of its own is raised. What stops the process meanwhile goes on once the disk is closed: vLLM-Omni
     turns the signal that ends a worker's time for its shutdown into ``SystemExit``, and would have to kill a
     worker that took no notice.
     """
     manager.watch.close()
-    disk = manager.cascade.disk
+    disk = manager.offloader.disk
     if disk is None or disk.closed:
         return
     try:
@@ -111,7 +111,7 @@ def leave_process(manager: SessionStateManager) -> None:
 def _keep_all(manager: SessionStateManager) -> None:
     """Bring all sessions to the disk, as far as that goes."""
     refused = _park_all(manager)
-    manager.cascade.leave_memory()
+    manager.offloader.flush_to_disk()
     kept = manager.stats()["disk_sessions"]
     LOGGER.info("the worker shuts down: %d of %d sessions are on the disk", kept, len(manager))
     if refused:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from vllm_omni_session_state.base.errors import SessionStateError, without_frames
+from vllm_omni_session_state.base.ids import AmbiguousNameError, Names, display_id, session_key
 from vllm_omni_session_state.base.log import log_failure
-from vllm_omni_session_state.base.ids import AmbiguousNameError, Names, session_key, display_id
 from vllm_omni_session_state.manager.manager import SessionStateManager
 
 Act = Callable[[str], bool]

@@ -15,10 +15,10 @@ from typing import Any
 
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.worker import engine_view
+from vllm_omni_session_state.manager.rows import in_order
 from vllm_omni_session_state.omni.stats_file.layout import StatsWriter
 from vllm_omni_session_state.omni.stats_file.place import OwnFile
-from vllm_omni_session_state.manager.rows import in_order
+from vllm_omni_session_state.omni.worker import engine_view
 
 
 class Publisher:
@@ -26,7 +26,7 @@ class Publisher:
 
     Args:
         manager: Whose sessions.
-        runner: The host's runner of its model.
+        runner: vLLM-Omni's runner of its model.
         ends: How many ends arrived, live.
 
     Attributes:
@@ -86,7 +86,7 @@ class Publisher:
         writer.write(
             found,
             changed,
-            manager.cascade.moves.changed_figures(),
+            manager.offloader.moves.changed_figures(),
             agreed=[found[name] for name in engine_view.AGREED] if ended else None,
         )
 

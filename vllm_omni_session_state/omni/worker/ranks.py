@@ -17,7 +17,7 @@ def exchange() -> AllGather | None:
     """How this rank tells all ranks of its model, over the CPU group; ``None`` where it is alone.
 
     Raises:
-        SeamMismatchError: If the host's group does not look as expected.
+        SeamMismatchError: If vLLM-Omni's group does not look as expected.
     """
     import torch  # noqa: PLC0415 - only a process whose flag is on pays for it
 
@@ -40,7 +40,7 @@ def apart(od_config: Any) -> str | None:
     """Why ranks of this model run different requests at once; ``None`` where each runs all.
 
     Args:
-        od_config: The host's configuration of a diffusion model.
+        od_config: vLLM-Omni's configuration of a diffusion model.
     """
     size = getattr(getattr(od_config, "parallel_config", None), "data_parallel_size", 1) or 1
     if size < 2:
@@ -51,7 +51,7 @@ def apart(od_config: Any) -> str | None:
         )
 
         shares = bool(any_selected_component_uses_allgather(od_config))
-    except Exception:  # noqa: BLE001 - of a host that does not say, the worst is taken
+    except Exception:  # noqa: BLE001 - of a original that does not say, the worst is taken
         shares = True
     if not shares:
         return None

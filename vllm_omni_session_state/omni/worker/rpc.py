@@ -1,11 +1,11 @@
-"""What can be asked of a worker by name: methods added to the host's diffusion worker class.
+"""What can be asked of a worker by name: methods added to vLLM-Omni's diffusion worker class.
 
-They are reached through the host's ``collective_rpc``, which runs them on every rank between two steps.
-Each gathers what all ranks say over the host's CPU group and answers for all of them, as plain JSON-able
+They are reached through vLLM-Omni's ``collective_rpc``, which runs them on every rank between two steps.
+Each gathers what all ranks say over vLLM-Omni's CPU group and answers for all of them, as plain JSON-able
 data; call them on all ranks at once, never on one. A rank that fails says so in its part of the answer:
 nothing raises before the gather, so that no rank waits for one that will not come.
 
-With several replicas of a stage the host asks each and hands back one answer a replica.
+With several replicas of a stage vLLM-Omni asks each and hands back one answer a replica.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.log import log_failure, log_once
 from vllm_omni_session_state.base.ids import digest, display_id
+from vllm_omni_session_state.base.log import log_failure, log_once
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.worker import engine_view, publisher
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
-from vllm_omni_session_state.omni.worker.per_name import PerName, about
+from vllm_omni_session_state.omni.worker import engine_view, publisher
 from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, hook_sleep
+from vllm_omni_session_state.omni.worker.per_name import PerName, about
 
 Answer = dict[str, Any]
 
@@ -33,7 +33,7 @@ _COUNTS = "_session_state_ends"
 
 
 def install() -> None:
-    """Add the methods to the host's worker class. Idempotent; called once a manager is attached."""
+    """Add the methods to vLLM-Omni's worker class. Idempotent; called once a manager is attached."""
     when_imported(seams.WORKER_MODULE, _add)
 
 
@@ -65,14 +65,15 @@ def stats(worker: Any) -> Answer:
     """The manager's figures, the runner's KV pool, and the ends that arrived here, by rank.
 
     Args:
-        worker: The host's worker; as for all methods here, it is the ``self`` of the call.
+        worker: vLLM-Omni's worker; as for all methods here, it is the ``self`` of the call.
 
     Returns:
         ``ranks``, one mapping each: ``rank``, ``ok``, then the figures or ``error``; and ``agree``,
         whether all ranks did well and count the same sessions and ends. Bytes and blocks may differ.
     """
     return on_every_rank(
-        lambda: engine_view.all_figures(_manager(worker), worker.model_runner, _counts(worker)), engine_view.AGREED
+        lambda: engine_view.all_figures(_manager(worker), worker.model_runner, _counts(worker)),
+        engine_view.AGREED,
     )
 
 
@@ -114,7 +115,7 @@ def inspect(worker: Any, name: str | None = None, **only: bool) -> Answer:
     """One session with every value that it holds; looking refreshes nobody.
 
     Args:
-        worker: The host's worker.
+        worker: vLLM-Omni's worker.
         name: Its id, or as a listing shows it.
         **only: As for ``close``.
 
@@ -142,7 +143,7 @@ def holds(worker: Any, *names: str | None, **only: bool) -> Answer:
 
     def look() -> Answer:
         manager = _manager(worker)
-        lost = [isinstance(name, str) and manager.room.has_lost(name) for name in names]
+        lost = [isinstance(name, str) and manager.capacity.has_lost(name) for name in names]
         return PerName(manager, names, manager.keys(), **only).answer(lost=lost)
 
     return on_every_rank(look, ("found",))
@@ -152,7 +153,7 @@ def close(worker: Any, *names: str | None, only_idle: bool = False, **only: bool
     """End sessions and free all of them: the model's state and, where an engine keeps it, their KV.
 
     Args:
-        worker: The host's worker.
+        worker: vLLM-Omni's worker.
         *names: Their ids, or as a listing shows them.
         only_idle: Leave a session that is in use as it is.
         **only: ``only_id`` takes a name for an id and nothing else, ``only_shown`` for an id only where no
@@ -168,7 +169,7 @@ def close(worker: Any, *names: str | None, only_idle: bool = False, **only: bool
 
 
 def reset(worker: Any, *names: str | None, only_idle: bool = False, **only: bool) -> Answer:
-    """Free what sessions hold so that their next steps start anew, by the host's own reset. See ``close``."""
+    """Free what sessions hold so that their next steps start anew, by vLLM-Omni's own reset. As ``close``."""
     return _end(worker, "reset", names, only_idle=only_idle, **only)
 
 
@@ -207,7 +208,7 @@ def mark_stale(worker: Any, *names: str | None, **only: bool) -> Answer:
         As for ``close``; each rank has ``stale`` too: for each name, whether it is marked.
     """
     if (manager := manager_of(worker)) is not None:
-        manager.room.eviction.clock = True
+        manager.capacity.eviction.clock = True
     return _move(worker, names, "mark_stale", "stale", "a session was not marked stale", **only)
 
 

@@ -7,7 +7,7 @@ where a session's KV joins what its manager knows of it. And the runner knows wh
 the pipeline is not told. Where it makes its KV pool, the ranks of a model agree how they go on.
 
 Patched on the class, once, and only where a pipeline has a manager; for any other pipeline the methods are
-the host's.
+vLLM-Omni's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.worker import agreement, engine_kv
 from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.worker import agreement, engine_kv
 from vllm_omni_session_state.state.session import SessionState
 
 _MARK = seams.MARK
@@ -60,7 +60,7 @@ def _wrap(runner: Any) -> None:
         manager = _manager_of(self)
         if manager is None:
             return find(self, session_id)
-        if manager.room.pool is None:
+        if manager.capacity.pool is None:
             agreement.take_pool(self, manager)
         manager.prepare(session_id)
         session = manager.peek(session_id)
@@ -87,11 +87,11 @@ def _wrap(runner: Any) -> None:
 
 
 def _wrap_sizing(runner: Any) -> None:
-    host = runner._preallocate_kv_cache
+    original = runner._preallocate_kv_cache
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     def _preallocate_kv_cache(self: Any, *, available_bytes: int | None = None) -> None:
-        agreement.preallocate(self, functools.partial(host, self), available_bytes)
+        agreement.preallocate(self, functools.partial(original, self), available_bytes)
 
     setattr(_preallocate_kv_cache, _MARK, True)
     runner._preallocate_kv_cache = _preallocate_kv_cache

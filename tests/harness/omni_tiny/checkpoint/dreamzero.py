@@ -1,7 +1,7 @@
 """A tiny DreamZero checkpoint with random weights: 350 tensors, 17 million parameters, 36 MB, 2 s to write.
 
 The layout is the published one (original tensor names in one safetensors file, the model's own
-``config.json``, normalisation statistics, a tokenizer and a VAE folder), so the host's loader runs unchanged.
+``config.json``, normalisation statistics, a tokenizer a VAE folder), so vLLM-Omni's loader runs unchanged.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _write_vae(path: Path) -> None:
     from diffusers import AutoencoderKLWan
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    # The host reads the configuration here and then puts the weights of the one safetensors file over these.
+    # vLLM-Omni reads the configuration here and then puts the weights of the one safetensors file over these.
     with set_default_torch_dtype(torch.bfloat16), torch.random.fork_rng():
         torch.manual_seed(0)
         AutoencoderKLWan(base_dim=8).save_pretrained(path)

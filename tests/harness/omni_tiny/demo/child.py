@@ -1,6 +1,6 @@
 """One process of the demo: it writes the checkpoints of the scenarios, or serves each of them once.
 
-It reports on a file descriptor of its own, one JSON object per line, since the host's log takes standard
+It reports on a file descriptor of its own, one JSON object per line, since vLLM-Omni's log takes standard
 output: ``phase`` (a phase begins), ``done`` (operations done), ``outputs`` (digests by name), ``look`` (a
 worker's listing) and last ``end``, with ``error`` empty or in one line.
 """
@@ -63,5 +63,5 @@ def main() -> None:
                 serve(scenario, folder, report)
 
 
-if __name__ == "__main__":  # the host's worker processes import this file again
+if __name__ == "__main__":  # vLLM-Omni's worker processes import this file again
     main()

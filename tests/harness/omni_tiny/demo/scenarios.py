@@ -1,7 +1,7 @@
 """What a model's clients do in the demo: one `Scenario` per model, as a list of operations.
 
 DreamZero's drives any model of the harness that has ``step``, ``reset`` and ``close``, in this process or
-through `Omni`; Cosmos3's drives the one through `Omni`. Importing this file costs neither torch nor the host.
+through `Omni`; Cosmos3's drives the one through `Omni`. Importing this costs neither torch nor vLLM-Omni.
 """
 
 from __future__ import annotations

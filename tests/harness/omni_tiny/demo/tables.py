@@ -29,7 +29,7 @@ def show_sessions(console: Console, off: Served, on: Served) -> None:
     console.print(bytes_table([session for session in before if session["nbytes"]]))
     console.print(f"Counted by {on.looks[0]['manager']}.")
     if idle := [session["session"] for session in before if not session["nbytes"]]:
-        console.print(f"Without a byte: {', '.join(idle)} (the host makes that session when it starts).")
+        console.print(f"Without a byte: {', '.join(idle)} (vLLM-Omni makes that session when it starts).")
     left = {session["session"] for session in after}
     for session in before:
         if session["session"] not in left:

@@ -1,6 +1,6 @@
 """What an API server offers its operator: the metrics, and the routes where ``http`` is on.
 
-The routes are added to the server's own application, between its building and its serving. That the host
+The routes are added to the server's own application, between its building and its serving. That vLLM-Omni
 has a group of entry points for such routes is no help: what is installed there is warned about on every
 server that does not name it in ``VLLM_PLUGINS``, and naming it keeps all other plugins out.
 """
@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
+from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 _applications: list[weakref.ref[Any]] = []
@@ -26,13 +26,13 @@ _applications: list[weakref.ref[Any]] = []
 
 def note_applications(module: ModuleType) -> None:
     """Wrap the function by which the server builds its application; where there is none, nothing happens."""
-    host = getattr(module, seams.SERVER_BUILDER, None)
-    if not callable(host) or hasattr(host, seams.MARK):
+    original = getattr(module, seams.SERVER_BUILDER, None)
+    if not callable(original) or hasattr(original, seams.MARK):
         return
 
-    @functools.wraps(host)
+    @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Any:
-        app = host(*args, **kwargs)
+        app = original(*args, **kwargs)
         _applications[:] = [weakref.ref(app)]
         return app
 
@@ -77,7 +77,7 @@ def _add_metrics(workers: WorkerClient, figures: StatsPoller) -> None:
 
 
 def _add_routes(workers: WorkerClient, figures: StatsPoller, state: Any) -> None:
-    from vllm_omni_session_state.omni.admin import service, routes  # noqa: PLC0415 - they need FastAPI
+    from vllm_omni_session_state.omni.admin import routes, service  # noqa: PLC0415 - they need FastAPI
 
     app = _application_of(state)
     routes.attach(app, service.AdminService(workers, figures))

@@ -1,0 +1,1 @@
+"""Where two runs differ, bit by bit."""

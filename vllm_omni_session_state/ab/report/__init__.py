@@ -1,0 +1,1 @@
+"""What came of a comparison: JSON, a table and a page."""

@@ -1,0 +1,1 @@
+"""One served run, in a process of its own, and how it is watched."""

@@ -1,0 +1,1 @@
+"""Where vLLM-Omni's loader is found, and every name of it that the plugin uses."""

@@ -1,0 +1,1 @@
+"""Where each session lives when a stage has several replicas."""

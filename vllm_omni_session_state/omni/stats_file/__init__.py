@@ -1,0 +1,1 @@
+"""The file in which a worker keeps its figures for the server."""

@@ -1,0 +1,1 @@
+"""What one session holds: state objects, attributes, and how to look at them."""
