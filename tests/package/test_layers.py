@@ -139,13 +139,6 @@ def test_the_base_needs_the_standard_library_alone():
             assert first in sys.stdlib_module_names or first == PACKAGE, f"{path.name}:{node.lineno}: {first}"
 
 
-def test_nobody_outside_the_manager_reaches_past_its_methods():
-    for path in FILES:
-        if path.relative_to(ROOT).parts[0] != "manager":
-            found = re.search(r"manager\.(capacity|offloader|_table)\b", path.read_text())
-            assert found is None, f"{path.name}: {found.group(0)}"
-
-
 def test_only_who_counts_copies_or_plays_a_client_looks_inside_arrays():
     books, files, client = (
         ("footprint", "reach", "arrays"),

@@ -11,10 +11,9 @@ import test_odd_values as odd
 import test_stays as stays
 import torch
 
-from vllm_omni_session_state.accounting import arrays
 from vllm_omni_session_state.accounting.reach import Reach
 from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.offload import decode, files, pack, parking, retained, slots, tree_spec
+from vllm_omni_session_state.offload import arrays, decode, files, pack, parking, retained, slots, tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 

@@ -381,8 +381,8 @@ def test_an_application_that_was_built_in_another_way_is_left_alone_and_said_onc
     from vllm_omni_session_state.base.log import forget_said
 
     forget_said()
-    monkeypatch.setattr(install, "note_applications", lambda module: None)
-    monkeypatch.setattr(install, "_applications", [])
+    monkeypatch.setattr(mount, "note_applications", lambda module: None)
+    monkeypatch.setattr(mount, "_applications", [])
     server = Live()
     try:
         assert ours(server) == {}

@@ -37,15 +37,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni_session_state.accounting.regions import (
-    HOST,
-    PINNED,
-    Region,
-    Union,
-    as_region,
-    nbytes_by_device,
-    union,
-)
+from vllm_omni_session_state.accounting import regions
+from vllm_omni_session_state.accounting.regions import HOST, PINNED, Region, Union, as_region
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -106,7 +99,7 @@ class Footprint:
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes per device; a device with none is absent."""
-        return nbytes_by_device(self.regions)
+        return regions.nbytes_by_device(self.regions)
 
 
 NOTHING = Footprint((), frozenset())
@@ -138,7 +131,7 @@ def footprint(*values: object) -> Footprint:
     runs no code of a value, but for ``__tensor_flatten__`` and what ``register_children`` was given.
     """
     walk = _Walk(values)
-    return Footprint(union(walk.spans), frozenset(walk.opaque))
+    return Footprint(regions.union(walk.spans), frozenset(walk.opaque))
 
 
 def owned_regions(*values: object) -> list[tuple[Any, Region]]:

@@ -1,7 +1,7 @@
 """Room on the device: which sessions leave it when there is too little.
 
-Only choices are made here, under the table's lock; the offloader moves what was chosen. With no tier and no
-budget nothing ever moves. Several ranks choose alike: by the order of requests and by declared sizes.
+Only choices are made here, under the table's lock; the offloader moves what was chosen. With no tier
+nothing ever moves. Several ranks choose alike: by the order of requests and by declared sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeviceCapacity:
 
     Attributes:
         pool: Where sessions on the device need a place; ``None``: nowhere.
-        sizes_pool: Whether the device budget decides how large that pool is.
+        sizes_pool: Whether the device budget decides how large it is.
     """
 
     def __init__(
@@ -57,11 +57,7 @@ class DeviceCapacity:
 
     @property
     def device_budget(self) -> int | None:
-        """Bytes on the device of sessions that nobody uses; ``None``: any.
-
-        Raises:
-            BudgetFixedError: When it is set beyond what was reserved when the model was loaded.
-        """
+        """Bytes on the device of idle sessions; ``None``: any. `BudgetFixedError` beyond what was reserved."""
         return self._device_budget
 
     @device_budget.setter
@@ -165,9 +161,8 @@ class DeviceCapacity:
         def holder() -> Entry | None:
             asked = [each.entry for each in refused]
             idle = (self._table.entries[other] for other in self._table.order)
-            return next(
-                (entry for entry in idle if entry not in asked and pool.holds(entry.session.key)), None
-            )
+            there = (entry for entry in idle if pool.holds(entry.session.key))
+            return next((entry for entry in there if entry not in asked), None)
 
         while not pool.has_place(key):
             entry, why = self._park(holder, swap=swap)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni_session_state.accounting.arrays import Array, memory_of
 from vllm_omni_session_state.base.errors import BadFileError, NotWritableError
 from vllm_omni_session_state.offload import scalars
+from vllm_omni_session_state.offload.arrays import Array, memory_of
 from vllm_omni_session_state.offload.pack import Whole, unpack
 from vllm_omni_session_state.offload.slots import TensorSlot
 from vllm_omni_session_state.offload.tree_spec import (

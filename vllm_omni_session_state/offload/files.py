@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state.accounting.arrays import bytes_of, memory_of
 from vllm_omni_session_state.base.errors import BadFileError, TierFaultError
 from vllm_omni_session_state.offload import file_format
+from vllm_omni_session_state.offload.arrays import bytes_of, memory_of
 from vllm_omni_session_state.offload.copy import host_memory
 from vllm_omni_session_state.offload.file_system import System, close_quietly, trying
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from vllm_omni_session_state.accounting.arrays import Array, Memory
 from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.base.errors import NotWritableError
 from vllm_omni_session_state.base.ids import display_id, fingerprint
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.offload import copy, decode, tree_spec
+from vllm_omni_session_state.offload.arrays import Array, Memory
 from vllm_omni_session_state.offload.disk_tier import DiskTier, FileAllocation
 from vllm_omni_session_state.offload.host_tier import HostAllocation, HostTier, allocation_of
 from vllm_omni_session_state.offload.pack import Packed, Stay, pack, unpack

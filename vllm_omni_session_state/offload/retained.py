@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_omni_session_state.accounting.arrays import Memory, weakly
 from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.offload.arrays import Memory, weakly
 from vllm_omni_session_state.offload.pack import Stay
 from vllm_omni_session_state.offload.slots import TensorSlot
 from vllm_omni_session_state.offload.tree_spec import type_name

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni_session_state.accounting.arrays import Array, Memory, extent, has_own, memory_of, owner_of
 from vllm_omni_session_state.base.errors import NotWritableError
 from vllm_omni_session_state.offload import scalars
+from vllm_omni_session_state.offload.arrays import Array, Memory, extent, has_own, memory_of, owner_of
 from vllm_omni_session_state.offload.pack import Whole
 from vllm_omni_session_state.offload.slots import TensorSlot, more_than_a_slot, slot_of
 

@@ -4,7 +4,6 @@ They are reached through vLLM-Omni's ``collective_rpc``, which runs them on ever
 Each gathers what all ranks say over vLLM-Omni's CPU group and answers for all of them, as plain JSON-able
 data; call them on all ranks at once, never on one. A rank that fails says so in its part of the answer:
 nothing raises before the gather, so that no rank waits for one that will not come.
-
 With several replicas of a stage vLLM-Omni asks each and hands back one answer a replica.
 """
 
