@@ -165,9 +165,7 @@ def lent_by(swap: Parked | None, level: Level) -> int:
     return swap.nbytes if swap is not None and swap.level is level else 0
 
 
-def park_on_disk(
-    session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
-) -> Parked:
+def park_on_disk(session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], lent: int) -> Parked:
     """Move all of a session to the disk; meanwhile what is on an accelerator takes host memory too.
 
     Args:
@@ -187,7 +185,7 @@ def park_on_disk(
 
 
 def sink(
-    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], lent: int = 0
+    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], lent: int
 ) -> Parked:
     """Move a session from host memory on to the disk; its parcel is the caller's to drop.
 

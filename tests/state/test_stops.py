@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 from profiles import LONG
-from tiered import all_hold, begin, holds, manager_of, places
+from tiered import all_hold, begin, files, holds, manager_of, places
 
 from vllm_omni_session_state import events
 from vllm_omni_session_state.accounts import Accounts
 from vllm_omni_session_state.omni import sleep
+from vllm_omni_session_state.session import SessionState
 from vllm_omni_session_state.tiers import folder
 from vllm_omni_session_state.tiers.disk import DiskTier
 
@@ -155,6 +156,33 @@ def test_a_stop_at_any_point_settles_every_session_where_it_is_whole(four, act):
         manager.cascade.host.check()
         manager.drop_all()
     assert stops > 10
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("level", ["host", "disk"])
+def test_a_stop_as_a_session_lets_go_leaves_its_bytes_in_one_place(tmp_path, monkeypatch, level, gone):
+    disk = DiskTier(tmp_path / "parked", budget=1 << 20)
+    manager = manager_of(disk, host=1 << 20 if level == "host" else None, device=None)
+    begin(manager, "a")
+    let_go = SessionState.let_go
+
+    def stopped(*args):
+        if gone:
+            let_go(*args)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionState, "let_go", stopped)
+        with pytest.raises(Stop):
+            manager.park("a")
+    assert places(manager) == {"a": level if gone else "device"}
+    tier = manager.cascade.host if level == "host" else disk
+    assert (tier.nbytes > 0) == gone
+    assert len(files(disk)) == (gone and level == "disk")
+    all_hold(manager, "a")
+    assert tier.nbytes == 0
+    assert files(disk) == []
+    disk.close()
 
 
 def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_path, monkeypatch):
