@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from kinds import SERVED, equal
+from kinds import SERVED, SERVED_AS, equal
 from omni_tiny.checkpoint.cosmos3 import write_cosmos3
 from omni_tiny.cosmos3 import FLAG_VARIABLE, TinyCosmos3
 from omni_tiny.cosmos3_requests import SERVES, cosmos3_request
@@ -23,8 +23,7 @@ from profiles import LONG
 pytestmark = pytest.mark.host
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("variant", "kind"), SERVED)
+@pytest.mark.parametrize(("variant", "kind", "dtype"), SERVED_AS)
 def test_each_kind_is_finite_and_repeats_itself(tiny_cosmos3, variant, kind, dtype):
     tiny = tiny_cosmos3(variant, dtype=dtype)
     first = tiny.generate("a", kind=kind)
