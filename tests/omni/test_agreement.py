@@ -19,7 +19,7 @@ from vllm_omni_session_state.omni import agreement, capacity, ranks
 from vllm_omni_session_state.tiers.disk import DiskTier
 from vllm_omni_session_state.tiers.host import HostTier
 
-LIMIT_S = 20  # nobody waits that long but for a rank that never comes
+LIMIT_S = 300  # nobody waits that long but for a rank that never comes
 PLACES, KV = (5, 3), (700, 900)
 
 

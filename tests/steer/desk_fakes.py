@@ -84,7 +84,7 @@ class Live:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(300)
 
     def _build(self):
         from fastapi import FastAPI
@@ -114,7 +114,7 @@ class Live:
         """Stop it; calls that wait for a step go on."""
         self.step_runs(False)
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(300)
         assert not self._thread.is_alive()
 
     def step_runs(self, runs):
@@ -131,7 +131,7 @@ class Live:
         if api_key is not None:
             request.add_header("Authorization", f"Bearer {api_key}")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 status, text = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read()
