@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _served(course: Course, aside: Console) -> Measured:
     """All phases on one engine."""
-    from omni_tiny.bfloat16 import VARIABLE as IN_FLOAT32
+    from omni_tiny.arithmetic import VARIABLE as IN_FLOAT32
     from omni_tiny.capacity import FREE_BYTES_VARIABLE, free_bytes
     from omni_tiny.checkpoint.dreamzero import write_dreamzero
     from omni_tiny.inproc import ENGINE, environment

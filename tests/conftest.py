@@ -26,14 +26,50 @@ os.environ.setdefault("OMNI_TINY_BFLOAT16_IN_FLOAT32", "1")  # a tiny model's st
 
 import pytest
 import torch
+from profiles import LONG
 
 torch.set_num_threads(1)
+
+LIMIT_S = (3600 if LONG else 900) * float(os.environ.get("SESSION_STATE_TIMEOUT_SCALE", "1"))
+"""Of one test with its fixtures: more than any takes on a busy machine, so that only one that hangs ends."""
+
+TESTS = Path(__file__).parent
+LONGEST_FIRST = (
+    "homes/test_served_replicas.py",
+    "dreamzero/test_parking_ranks.py",
+    "steer/test_steer_served.py",
+    "ends/test_served.py",
+    "ab/test_ab_served.py",
+    "omni/test_hook.py",
+    "cosmos3/test_ranks_cosmos3.py",
+    "dreamzero/test_parking.py",
+    "dreamzero/test_session_state_equivalence.py",
+    "dreamzero/test_video_latents.py",
+    "dreamzero/test_mutants.py",
+    "kv/test_live_faults.py",
+    "kv/test_live_sessions.py",
+    "cosmos3/test_harness_cosmos3.py",
+    "cosmos3/test_session_state_cosmos3.py",
+)
+"""Files that start vLLM-Omni, by the time that they take: a long one that came last would run alone."""
 
 MISSING = [name for name in ("vllm", "vllm_omni", "omni_tiny") if importlib.util.find_spec(name) is None]
 
 
+def pytest_configure(config):
+    """Have pytest-xdist keep the order of files; its own is by their number of tests."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
-    """Refuse to run where vLLM-Omni is not: skipping its tests would make a green run mean nothing."""
+    """Put the longest files first, and give each test its limit.
+
+    Refuse to run where vLLM-Omni is not: skipping its tests would make a green run mean nothing.
+    """
+    places = {TESTS / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+    for item in items:
+        item.add_marker(pytest.mark.timeout(LIMIT_S))
     if MISSING and any(item.get_closest_marker("host") for item in items):
         raise pytest.UsageError(
             f"{', '.join(MISSING)} cannot be found by {sys.executable}: "

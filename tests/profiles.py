@@ -8,6 +8,9 @@ from hypothesis import HealthCheck, settings
 
 LONG = os.environ.get("SESSION_STATE_LONG", "0") == "1"
 
+EXECUTOR = "mp" if LONG else "uni"
+"""Of a served model with one rank: its worker has a process of its own, or its engine's."""
+
 
 def count(full: int) -> int:
     """``full`` in the long run, a twentieth of it (at least 1) in the short one."""

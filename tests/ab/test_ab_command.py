@@ -174,7 +174,7 @@ def test_when_nobody_reads_any_more_the_report_is_written_all_the_same(tmp_path)
     process = started(tmp_path, fake="on differs")
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=60) == 1
+    assert process.wait() == 1
     assert process.stderr.read() == ""
     process.stderr.close()
     assert json.loads((tmp_path / "x/ab.json").read_text())["verdict"] == "different"
@@ -182,9 +182,7 @@ def test_when_nobody_reads_any_more_the_report_is_written_all_the_same(tmp_path)
 
 def until(condition):
     """Wait until it holds."""
-    end = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < end
         time.sleep(0.02)
 
 
@@ -209,7 +207,7 @@ def test_a_stop_leaves_no_process_and_what_came_until_then(tmp_path, number):
     until((tmp_path / "x/on/000001.safetensors").exists)
     child = child_of(process.pid)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert (process.returncode, err) == (2, "")
     assert "COULD NOT RUN: it was stopped" in out
     assert ("by SIGTERM" in out) == (number == signal.SIGTERM)

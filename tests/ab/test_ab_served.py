@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from profiles import LONG
+from profiles import EXECUTOR, LONG
 
 from vllm_omni_session_state.ab.compare.states import state_file
 from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL
@@ -64,7 +64,6 @@ NOT_SERVED = {
 """Mutants that take more than is sent here, and what; the tests of the adapters catch them."""
 
 TESTS = Path(__file__).parents[1]
-EXECUTOR = "mp" if LONG else "uni"
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,6 @@ def run(module, *arguments):
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -38,7 +38,6 @@ def run(*arguments, status):
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
     )
     assert done.returncode == status, done.stderr[-4000:]
     return done.stdout, json.loads(done.stdout.splitlines()[-1])

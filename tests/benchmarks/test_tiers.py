@@ -43,7 +43,6 @@ def test_the_last_line_is_one_object_of_every_figure_and_people_see_the_same(tmp
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     last = json.loads(done.stdout.splitlines()[-1])

@@ -40,7 +40,6 @@ def run(*arguments, start=COMMAND, columns=80, **environ):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -71,7 +70,6 @@ def warm(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(jobs, json.loads(done.stdout), strict=True))

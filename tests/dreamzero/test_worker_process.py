@@ -28,7 +28,7 @@ def twenty_eight_steps(omni):
     return out
 
 
-@pytest.mark.skipif(not LONG, reason="robots of a served model have a worker process too")
+@pytest.mark.skipif(not LONG, reason="two ranks of a served model have worker processes, too")
 def test_28_steps_in_a_worker_process_are_equal(dreamzero_checkpoint, tmp_path, monkeypatch):
     from omni_tiny.omni_runs import OmniDreamZero, write_deploy
 

@@ -15,9 +15,11 @@ def serve(dreamzero_checkpoint, tmp_path_factory):
 
     from omni_tiny.serve import Server
     from omni_tiny.ways_to_end import clear
+    from profiles import EXECUTOR
 
     @contextmanager
     def serving(**settings):
+        settings = {"executor": EXECUTOR, **settings}
         with Server(dreamzero_checkpoint, tmp_path_factory.mktemp("served"), **settings) as server:
             clear(server)
             yield server

@@ -72,7 +72,8 @@ async def test_a_step_after_a_close_begins_when_the_close_has_arrived():
     await soon()
     assert not later.done()
     server.workers.let_through.set()
-    await later
+    await soon()
+    assert later.done(), "at once"
     assert server.arrived == ["x"]
     assert server.workers.sessions == {"x"}
     assert "x" in server.ends
@@ -109,6 +110,23 @@ async def test_sessions_do_not_wait_for_each_other():
     await soon()
     assert server.arrived == ["y"]
     step.cancel()
+
+
+@run
+async def test_what_has_no_time_set_is_done_to_nobody():
+    asked = []
+
+    async def ask(key):
+        asked.append(key)
+        return False
+
+    server = Server(park=ask, expire=ask, mark=ask)
+    await server.step("x", "a")
+    await soon()
+    assert asked == []
+    server.ends.leave("a", keep=True)
+    await soon()
+    assert server.arrived == ["x"]
 
 
 def test_a_worker_that_fails_is_said_and_the_next_end_goes_out(caplog):

@@ -6,7 +6,7 @@ import logging
 import pytest
 from ends_fakes import Server, run, soon
 
-from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions, WorkersStoppedError
 
 
 @run
@@ -116,15 +116,16 @@ class Ageing:
 
 @run
 async def test_a_parked_session_that_nobody_steps_ends_once_and_a_step_after_it_begins_a_new_one():
-    workers = Ageing("x")
-    server = Server(expire=workers.expire, expire_s=0.05)
+    workers, timers = Ageing("x"), Timers()
+    server = Server(expire=workers.expire, expire_s=HOUR)
     await server.step("x", "a")
-    await asyncio.sleep(0.03)
+    (first,) = timers.set
     await server.step("x", "a")
-    await asyncio.sleep(0.03)
-    assert workers.asked == [], "its last step was a moment ago"
-    await asyncio.sleep(0.1)
+    assert first[0].cancelled(), "its last step was a moment ago"
+    await timers.due()
+    await asyncio.sleep(0.05)
     assert workers.asked == ["x"]
+    assert timers.set == []
     assert "x" not in server.ends
     server.ends.leave("a")
     await soon()
@@ -252,8 +253,9 @@ HOUR = 3600.0
 class Marking:
     """Workers that mark sessions when they are let, and fail as often as they are told."""
 
-    def __init__(self, failures=0):
+    def __init__(self, failures=0, error=None):
         self.failures = failures
+        self.error = error or RuntimeError("rank 1: away")
         self.marked = []
         self.let = asyncio.Event()
         self.let.set()
@@ -262,7 +264,7 @@ class Marking:
         await self.let.wait()
         if self.failures:
             self.failures -= 1
-            raise RuntimeError("rank 1: away")
+            raise self.error
         self.marked.append(key)
 
 
@@ -343,3 +345,33 @@ def test_a_mark_that_fails_is_said_and_tried_again(caplog):
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         scenario()
     assert caplog.text.count("was not marked stale: RuntimeError: rank 1: away") == 1
+
+
+@run
+async def test_a_mark_that_fails_is_not_tried_again_for_a_session_that_has_ended():
+    workers, timers = Marking(failures=1), Timers()
+    server = Server(mark=workers.mark, idle_drop_s=HOUR)
+    await server.step("x")
+    workers.let.clear()
+    await timers.due()
+    server.ends.end("x")
+    workers.let.set()
+    await soon()
+    assert timers.set == []
+    assert server.arrived == ["x"]
+
+
+def test_sessions_that_are_being_marked_when_the_server_stops_are_said_once_and_not_marked_again(caplog):
+    @run
+    async def scenario():
+        workers, timers = Marking(failures=2, error=WorkersStoppedError()), Timers()
+        server = Server(mark=workers.mark, idle_drop_s=HOUR)
+        await server.step("x")
+        await server.step("y")
+        await timers.due()
+        assert timers.set == []
+
+    with caplog.at_level(logging.INFO, logger="vllm_omni.session_state"):
+        scenario()
+    (said,) = caplog.messages
+    assert "no ends of 2 sessions" in said

@@ -1,7 +1,9 @@
-"""What a worker answers by name: on the host's own worker, in one rank and in two."""
+"""What a worker answers by name: on the host's own worker, in one rank.
+
+Two ranks answer in the folders of the models, which start them anyway.
+"""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ from vllm_omni_session_state.base.ids import DEFAULT, redacted_id, show_in_the_c
 from vllm_omni_session_state.manager.consensus import Ranks
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.offload.host_tier import HostTier
-from vllm_omni_session_state.omni.stats_file.place import WorkerFile
 
 pytestmark = pytest.mark.host
 
@@ -21,13 +22,6 @@ def model(dreamzero_checkpoint):
 
     with TinyDreamZero(dreamzero_checkpoint, flag=True, capacity=4) as model:
         yield model
-
-
-@pytest.fixture(scope="module")
-def cosmos3_checkpoint(tmp_path_factory):
-    from omni_tiny.checkpoint.cosmos3 import write_cosmos3
-
-    return write_cosmos3(tmp_path_factory.mktemp("cosmos3") / "regular", variant="regular")
 
 
 @pytest.fixture
@@ -298,125 +292,3 @@ def test_a_restore_meets_the_other_ranks_also_for_a_name_that_nobody_has_here(mo
         False,
     ]
     assert len(told) == 3
-
-
-def in_rank(rank, checkpoint):
-    """Two sessions on each rank of a real group; what each call answers there, and what is left."""
-    import torch
-    from omni_tiny.cosmos3 import TinyCosmos3
-
-    with TinyCosmos3(checkpoint, flag=True, cfg_parallel_size=2) as model:
-        from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
-
-        worker = DiffusionWorker.__new__(DiffusionWorker)
-        worker.model_runner = model.runner
-        manager = model.pipeline._memory_manager
-        for key in ("a", "b", "c"):
-            manager.get_or_create_session(key).attrs["x"] = torch.zeros(8)
-        said = {"list": worker.session_state_list()}
-        said["close"] = worker.session_state_close(redacted_id("a"))
-        if rank == 1:
-            manager.drop_session("c")
-        said["one has less"] = worker.session_state_stats()
-        said["one has it"] = worker.session_state_close("c")
-        host = manager.drop_session
-        if rank == 1:
-            manager.drop_session = None  # whoever calls it fails
-        said["one fails"] = worker.session_state_close("b")
-        manager.drop_session = host
-        for key in ("d", "e"):
-            manager.get_or_create_session(key)
-        if rank == 0:
-            manager.drop_session = lambda key: host(key) if key != "d" else 1 / 0
-        said["one fails for one"] = worker.session_state_close("d", "e")
-        manager.drop_session = host
-        said["left"] = list(manager.keys())
-        torch.distributed.barrier()
-        if rank == 1:
-            return said  # and leave the group
-        with pytest.raises(RuntimeError):
-            worker.session_state_stats()
-    return said
-
-
-def test_two_ranks_answer_together_and_neither_waits_for_one_that_failed_or_is_gone(cosmos3_checkpoint):
-    from omni_tiny.ranks import run_in_ranks
-
-    first, second = run_in_ranks(in_rank, cosmos3_checkpoint, limit_s=240)
-    for name in first.keys() - {"left"}:
-        assert first[name] == second[name], name  # every rank has all answers
-        assert [rank["rank"] for rank in first[name]["ranks"]] == [0, 1]
-    listed = first["list"]
-    assert listed["agree"]
-    for rank in listed["ranks"]:
-        assert [entry["session"] for entry in rank["sessions"]] == [redacted_id(key) for key in "abc"]
-    assert first["close"]["agree"]
-    assert [rank["found"] for rank in first["close"]["ranks"]] == [[True], [True]]
-    assert not first["one has less"]["agree"]
-    assert [rank["sessions"] for rank in first["one has less"]["ranks"]] == [2, 1]
-    assert not first["one has it"]["agree"]
-    assert [rank["found"] for rank in first["one has it"]["ranks"]] == [[True], [False]]
-    assert not first["one fails"]["agree"]
-    assert [rank["ok"] for rank in first["one fails"]["ranks"]] == [True, False]
-    assert "TypeError" in first["one fails"]["ranks"][1]["error"]
-    ranks = first["one fails for one"]["ranks"]
-    assert [rank["found"] for rank in ranks] == [[True, True]] * 2
-    assert [[wrong is not None for wrong in rank["errors"]] for rank in ranks] == [
-        [True, False],
-        [False, False],
-    ]
-    assert (first["left"], second["left"]) == (["d"], ["b"])
-
-
-def test_two_ranks_of_a_served_dreamzero_list_park_restore_and_close_together(dreamzero_checkpoint, tmp_path):
-    """Guidance split over two worker processes, through the engine's own remote call."""
-    from omni_tiny.omni_runs import OmniDreamZero, write_deploy
-
-    deploy = write_deploy(
-        tmp_path / "deploy.yaml",
-        dreamzero_checkpoint,
-        flag=True,
-        cfg_parallel_size=2,
-        model_config={"session_state": {"host_budget": "1GiB"}},
-    )
-    with OmniDreamZero(dreamzero_checkpoint, deploy, capacity=4) as omni:
-        rng = np.random.default_rng(0)
-        for session in ("a", "b"):
-            omni.step(session, rng=rng, frames=1)
-        omni.call("session_state_close", DEFAULT)
-        files = [WorkerFile(rank["file"]) for rank in omni.call("session_state_figures")["ranks"]]
-        listed = omni.call("session_state_list")
-        parked = [omni.call("session_state_park", "a"), omni.call("session_state_list")]
-        restored = [omni.call("session_state_restore", "a", "b"), omni.call("session_state_list")]
-        closed = omni.call("session_state_close", "a")
-        omni.step("b", rng=rng)
-        stats = omni.call("session_state_stats")
-        assert all(file.alive for file in files)
-        written = [file.read(rows=True) for file in files]
-    assert not any(file.alive for file in files)
-    assert not any(Path(file.path).exists() for file in files)
-    assert listed["agree"]
-    assert [len(rank["sessions"]) for rank in listed["ranks"]] == [2, 2]
-    for (done, then), what, places in (
-        (parked, "parked", {"host", "device"}),
-        (restored, "restored", {"device"}),
-    ):
-        assert done["agree"]
-        assert all(all(rank[what]) for rank in done["ranks"])
-        assert then["agree"]
-        for rank in then["ranks"]:
-            assert {entry["place"] for entry in rank["sessions"]} == places
-    assert closed["agree"]
-    assert [rank["found"] for rank in closed["ranks"]] == [[True], [True]]
-    assert stats["agree"]
-    assert [rank["sessions"] for rank in stats["ranks"]] == [1, 1]
-    assert [rank["kv"]["sessions"] for rank in stats["ranks"]] == [1, 1]
-    assert stats["ranks"][0]["pid"] != stats["ranks"][1]["pid"]
-    assert written[0].steps == written[1].steps, "what they must agree in, after each of the last steps"
-    for found, rank in zip(written, stats["ranks"], strict=True):
-        assert {name: found.figures[name] for name in rank.keys() - {"rank", "ok"}} == {
-            name: value for name, value in rank.items() if name not in ("rank", "ok")
-        }
-        (row,) = found.rows
-        assert (row.session, row.place, row.used) == (redacted_id("b"), "device", False)
-        assert sum(row.nbytes.values()) == rank["total_nbytes"]

@@ -6,9 +6,12 @@ import time
 
 import pytest
 from omni_tiny.ways_to_end import LONG_S, PLUGINS, SLOW, STEPS, WAYS, left, left_in_the_end, some_id
-from profiles import LONG, count
+from profiles import LONG
 
 pytestmark = pytest.mark.host
+
+CYCLES = 100 if LONG else 2
+AT_ONCE = 5 if LONG else 2
 
 
 def nothing(found):
@@ -49,13 +52,12 @@ def misses(server):
 def test_a_session_that_ends_leaves_nothing_and_ends_once(server, way):
     before = left(server)
     assert nothing(before)
-    cycles = count(100)
-    if way in SLOW:  # each waits for the server's patience: five at a time
-        for _ in range(cycles // 5):
-            together(*[functools.partial(WAYS[way], server)] * 5)
-        begun = cycles
+    if way in SLOW:  # each waits for the server's patience: some at a time
+        for _ in range(CYCLES // AT_ONCE):
+            together(*[functools.partial(WAYS[way], server)] * AT_ONCE)
+        begun = CYCLES
     else:
-        begun = sum(WAYS[way](server) for _ in range(cycles))
+        begun = sum(WAYS[way](server) for _ in range(CYCLES))
     after = left_in_the_end(server)
     assert nothing(after)
     assert ends_between(before, after) == (begun, 0)
@@ -68,33 +70,33 @@ def test_a_silent_robot_was_hung_up_on_by_the_server(server):
 
 
 def test_a_rollout_is_freed_at_each_reset_and_goes_on(server):
-    before, cycles = left(server), count(100)
+    before = left(server)
     rollout = server.rollout()
-    for _ in range(cycles):
+    for _ in range(CYCLES):
         for _ in range(STEPS):
             assert rollout.step()[0] == 200
         rollout.reset()
         assert nothing(left_in_the_end(server))
     rollout.close()
-    assert ends_between(before, left(server)) == (cycles, 0)
+    assert ends_between(before, left(server)) == (CYCLES, 0)
 
 
 def test_a_rollout_that_many_close_and_reset_at_once_ends_once(server):
-    before, cycles = left(server), count(100)
-    for _ in range(cycles):
+    before = left(server)
+    for _ in range(CYCLES):
         rollout = server.rollout()
         rollout.step()
         ways = [f"/v1/realtime/sessions/{rollout.session}/{how}" for how in ("close", "reset")]
         together(*(functools.partial(server.http, "POST", way) for way in ways * 2))
     after = left_in_the_end(server)
     assert nothing(after)
-    assert ends_between(before, after) == (cycles, 0)
+    assert ends_between(before, after) == (CYCLES, 0)
 
 
 def test_a_session_that_client_and_server_end_together_ends_once(server):
     """A robot on a rollout's id hangs up while the rollout is closed."""
-    before, cycles = left(server), count(100)
-    for _ in range(cycles):
+    before = left(server)
+    for _ in range(CYCLES):
         rollout = server.rollout()
         robot = server.robot(rollout.session)
         for _ in range(STEPS):
@@ -102,7 +104,7 @@ def test_a_session_that_client_and_server_end_together_ends_once(server):
         together(robot.hang_up, rollout.close)
     after = left_in_the_end(server)
     assert nothing(after)
-    assert ends_between(before, after) == (cycles, 0)
+    assert ends_between(before, after) == (CYCLES, 0)
 
 
 def test_a_close_during_a_step_takes_effect_after_it(server):

@@ -100,7 +100,7 @@ def test_workers_with_and_without_the_flag_live_one_after_the_other_and_side_by_
             assert steps[0].equals(outputs[False][number])
 
 
-@pytest.mark.skipif(not LONG, reason="of the harness alone; others serve by a worker process, too: long run")
+@pytest.mark.skipif(not LONG, reason="of the harness alone; two ranks have worker processes, too: long run")
 def test_the_worker_process_gives_the_same_bits_as_this_process(model, dreamzero_checkpoint, tmp_path):
     from omni_tiny.omni_runs import OmniDreamZero, write_deploy
 

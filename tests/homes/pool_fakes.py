@@ -154,7 +154,7 @@ class Thread:
 
     def run(self, coroutine):
         """Run a coroutine there and return what it returns."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(300)
 
     def stop(self):
         async def cancel():
@@ -165,7 +165,7 @@ class Thread:
 
         self.run(cancel())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(30)
+        self._thread.join(300)
         self.loop.close()
 
 
@@ -198,12 +198,12 @@ def run(scenario, runtime, *, replicas=2, **how):
             task.cancel()
         return result
 
-    return asyncio.run(asyncio.wait_for(running(), 60))
+    return asyncio.run(asyncio.wait_for(running(), 300))
 
 
 async def until(condition):
     """Wait for something that the background does."""
-    for _ in range(4000):
+    for _ in range(60_000):
         if condition():
             return
         await asyncio.sleep(0.005)

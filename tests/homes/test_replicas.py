@@ -66,7 +66,7 @@ def served(runtime):
 
 
 def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 30))
+    return asyncio.run(asyncio.wait_for(scenario, 300))
 
 
 @pytest.mark.parametrize("method", ["close", "park", "begin_restore", "expire", "holds"])

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from profiles import LONG
 
-pytestmark = pytest.mark.host
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.skipif(not LONG, reason="two replicas, of the homes, serve robots from a disk: long run"),
+]
 
 ROOM = 3
 OPTIONS = {"host_budget": "64GiB"}
@@ -30,7 +33,6 @@ def served_all(answer, sessions):
         assert not [name for name in rank if name.startswith("lost:")]
 
 
-@pytest.mark.skipif(not LONG, reason="robots of a served model, below, have a worker process too")
 def test_sessions_of_an_engine_with_a_worker_process_are_each_as_if_alone(
     crowd, alone, dreamzero_checkpoint, tmp_path
 ):

@@ -1,19 +1,9 @@
-"""What a load with the flag off leaves behind.
-
-Usage: ``fingerprint.py CHECKPOINT OUT PLUGINS``. Load tiny DreamZero with the flag off and those plugins,
-run two steps, and write what every class of vLLM-Omni looks like, what the pipeline holds, what came out.
-"""
+"""What a load with the flag off leaves behind, in a process of its own; see `fingerprint`."""
 
 import hashlib
-import json
 import os
 import sys
 import types
-from pathlib import Path
-
-CHECKPOINT, OUT, PLUGINS = sys.argv[1:4]
-os.environ.update(VLLM_PLUGINS=PLUGINS, OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="WARNING")
-os.environ.pop("OMNI_DIFFUSION_SESSION_STATE_MANAGER", None)
 
 
 def function_print(value):
@@ -64,11 +54,17 @@ def object_print(value, depth=0):
     return kind
 
 
-def main():
+def fingerprint(_rank, checkpoint, plugins):
+    """Load tiny DreamZero with the flag off and those plugins, and run two steps.
+
+    Returns:
+        What every class of vLLM-Omni looks like, what the pipeline holds, what came out.
+    """
+    os.environ["VLLM_PLUGINS"] = plugins
     import numpy as np
     from omni_tiny.inproc import TinyDreamZero
 
-    with TinyDreamZero(CHECKPOINT, capacity=3) as model:
+    with TinyDreamZero(checkpoint, capacity=3) as model:
         rng = np.random.default_rng(0)
         outputs = [model.step("a", rng=rng, frames=frames) for frames in (1, 4)]
         flat = {}
@@ -76,12 +72,8 @@ def main():
             held = {key: value for key, value in vars(module).items() if key != "od_config"}
             for key, value in held.items():
                 flat[f"{name}.{key}"] = object_print(value)
-        result = {
+        return {
             "classes": class_prints(),
             "pipeline": flat,
             "output": [[step.actions.tobytes().hex(), object_print(step.video)] for step in outputs],
         }
-    Path(OUT).write_text(json.dumps(result))
-
-
-main()

@@ -19,7 +19,7 @@ from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.omni.worker import agreement, kv_sizing, ranks
 
-LIMIT_S = 20  # nobody waits that long but for a rank that never comes
+LIMIT_S = 300  # nobody waits that long but for a rank that never comes
 PLACES, KV = (5, 3), (700, 900)
 
 

@@ -1,14 +1,12 @@
 """The hook on the installed vLLM-Omni: what is patched, when, and what a second load does."""
 
 import gc
-import json
 import logging
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fingerprint import fingerprint
 
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.plugin import register
@@ -103,19 +101,16 @@ def _reaches(value, target):
     return False
 
 
-FINGERPRINT = Path(__file__).parent / "fingerprint.py"
+def test_with_the_flag_off_nothing_differs_but_load_models_wrapper(dreamzero_checkpoint):
+    """Every class of vLLM-Omni and the loaded pipeline object, with the plugin and without it.
 
+    Both processes are forks of one, with one seed of hashes: vLLM-Omni makes lists of sets.
+    """
+    from omni_tiny.ranks import run_in_ranks
 
-def test_with_the_flag_off_nothing_differs_but_load_models_wrapper(dreamzero_checkpoint, tmp_path):
-    """Every class of vLLM-Omni and the loaded pipeline object, with the plugin and without it."""
-    prints = {}
+    checkpoint, prints = str(dreamzero_checkpoint), {}
     for plugins in ("omni_tiny,omni_tiny_cpu", "omni_tiny,omni_tiny_cpu,session_state"):
-        out = tmp_path / plugins
-        command = [sys.executable, str(FINGERPRINT), str(dreamzero_checkpoint), str(out), plugins]
-        environ = {**os.environ, "PYTHONHASHSEED": "0"}  # vLLM-Omni makes lists of sets
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-        assert done.returncode == 0, done.stderr[-2000:]
-        prints[plugins] = json.loads(out.read_text())
+        (prints[plugins],) = run_in_ranks(fingerprint, checkpoint, plugins, size=1, limit_s=3600)
     without, with_plugin = prints.values()
     assert len(without["classes"]) > 5000
     assert len(without["pipeline"]) > 100

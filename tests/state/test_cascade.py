@@ -88,6 +88,19 @@ def test_host_values_that_grow_beyond_the_budget_send_others_on(disk):
     assert manager.offloader.host.nbytes == 0
 
 
+def test_one_byte_beyond_host_memory_sends_somebody_on_and_none_beyond_it_sends_nobody(disk):
+    manager = manager_of(disk, host=6 * HOSTED)
+    begin(manager, "a")
+    host = manager.offloader.host
+    host.budget -= host.room(manager._table.accounts.host_nbytes())
+    manager.offloader.enforce_host_budget()
+    assert places(manager) == {"a": "host"}
+    host.budget -= 1
+    manager.offloader.enforce_host_budget()
+    assert places(manager) == {"a": "disk"}
+    all_hold(manager, "a")
+
+
 @pytest.mark.parametrize("on_lost", ["warn", "error"])
 @pytest.mark.parametrize("host", [None, HOSTED])
 def test_a_full_lowest_tier_refuses_the_new_session_and_drops_nobody(tmp_path, on_lost, host):

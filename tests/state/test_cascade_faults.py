@@ -180,3 +180,17 @@ def test_a_write_that_stops_in_the_middle_leaves_the_session_in_host_memory(disk
     assert files(disk) == []
     all_hold(manager, *"ab")
     begin(manager, "c")
+
+
+def test_what_cannot_leave_host_memory_for_the_disk_stays_there_whole_and_is_said(tmp_path, caplog):
+    disk = DiskTier(tmp_path, budget=10)
+    manager = manager_of(disk, host=4 * HOSTED)
+    begin(manager, *"ab")
+    caplog.clear()
+    manager.offloader.flush_to_disk()
+    (said,) = caplog.messages
+    assert said.startswith("2 sessions stay in host memory: ")
+    assert "disk.budget" in said
+    assert places(manager) == {"a": "host", "b": "host"}
+    all_hold(manager, *"ab")
+    disk.close()

@@ -34,7 +34,9 @@ def a_chunk_that_is_no_tensor():
 
 
 def constant_work():
-    growth_tests.test_what_a_settlement_does_is_constant_over_ten_thousand_chunks(declared=True)
+    """Over 500 chunks also in the long run: a mistake costs the square of their number."""
+    with mock.patch.object(growth_tests, "count", return_value=500):
+        growth_tests.test_what_a_settlement_does_is_constant_over_ten_thousand_chunks(declared=True)
 
 
 def a_chunk_that_is_replaced():

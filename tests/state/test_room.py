@@ -107,7 +107,7 @@ def test_two_callers_of_a_parked_session_wait_for_one_restore():
         def get(self, parcel):
             gets.append(1)
             started.set()
-            assert go_on.wait(10)
+            assert go_on.wait(300)
             return super().get(parcel)
 
     started, go_on = threading.Event(), threading.Event()
@@ -125,7 +125,7 @@ def test_two_callers_of_a_parked_session_wait_for_one_restore():
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert started.wait(10)
+    assert started.wait(300)
     with manager.lease("c"):
         pass  # the lock is free while bytes move
     go_on.set()

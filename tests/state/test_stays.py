@@ -306,9 +306,10 @@ def test_what_a_park_to_the_disk_lets_go_of_dies_without_the_garbage_collector(d
 def test_a_value_that_refers_to_half_of_the_process_leaves_all_where_it_is(caplog, monkeypatch):
     monkeypatch.setattr(reach, "MOST", 50)
     forget_said()
-    half = [[number] for number in range(100)]
+    half, mine = [[number] for number in range(100)], [torch.ones(3)]
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
-        attrs = trip(on_host(), {"odd": Stranger(half), "x": [torch.ones(3)], "last": [half[-1]]})
+        attrs = trip(on_host(), {"odd": Stranger(half), "x": mine, "last": [half[-1]]})
+    assert attrs["x"] is mine
     assert attrs["last"][0] is attrs["odd"].held[-1]
     assert "refers to more than can be looked through" in caplog.text
 

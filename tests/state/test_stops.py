@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 from profiles import LONG
-from tiered import all_hold, begin, holds, manager_of, places
+from tiered import all_hold, begin, files, holds, manager_of, places
 
 from vllm_omni_session_state.accounting.accounts import Accounts
 from vllm_omni_session_state.base import log
 from vllm_omni_session_state.offload import worker_dir
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.omni.worker import lifecycle
+from vllm_omni_session_state.state.session import SessionState
 
 PACKAGE = str(Path(log.__file__).parent)
 
@@ -157,6 +158,33 @@ def test_a_stop_at_any_point_settles_every_session_where_it_is_whole(four, act):
     assert stops > 10
 
 
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("level", ["host", "disk"])
+def test_a_stop_as_a_session_lets_go_leaves_its_bytes_in_one_place(tmp_path, monkeypatch, level, gone):
+    disk = DiskTier(tmp_path / "parked", budget=1 << 20)
+    manager = manager_of(disk, host=1 << 20 if level == "host" else None, device=None)
+    begin(manager, "a")
+    let_go = SessionState.let_go
+
+    def stopped(*args):
+        if gone:
+            let_go(*args)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionState, "let_go", stopped)
+        with pytest.raises(Stop):
+            manager.park("a")
+    assert places(manager) == {"a": level if gone else "device"}
+    tier = manager.offloader.host if level == "host" else disk
+    assert (tier.nbytes > 0) == gone
+    assert len(files(disk)) == (gone and level == "disk")
+    all_hold(manager, "a")
+    assert tier.nbytes == 0
+    assert files(disk) == []
+    disk.close()
+
+
 def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_path, monkeypatch):
     """As vLLM-Omni's worker does it: the signal's handler raises, and the worker shuts down."""
     disk = DiskTier(tmp_path / "parked", budget=1 << 20, keep=True)
@@ -184,7 +212,7 @@ def test_a_stop_while_a_file_is_synced_ends_in_order_and_keeps_everybody(tmp_pat
     manager.check()
     ending = threading.Thread(target=lifecycle.leave_process, args=(manager,), daemon=True)
     ending.start()
-    ending.join(60)
+    ending.join(300)
     assert not ending.is_alive(), "the shutdown waits for ever"
     (kept,) = (tmp_path / "parked").iterdir()
     assert len(list(kept.glob("*.safetensors"))) == 3

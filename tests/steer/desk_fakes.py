@@ -21,7 +21,7 @@ import torch
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.host_tier import HostTier
-from vllm_omni_session_state.omni.admin import mount
+from vllm_omni_session_state.omni.admin import install
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.server import hooks
 from vllm_omni_session_state.omni.worker import rpc
@@ -87,7 +87,7 @@ class Live:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(300)
 
     def _build(self):
         from fastapi import FastAPI
@@ -96,7 +96,7 @@ class Live:
 
         module = types.ModuleType("a server's module")
         setattr(module, seams.SERVER_BUILDER, FastAPI)
-        mount.note_applications(module)
+        install.note_applications(module)
         app = getattr(module, seams.SERVER_BUILDER)()
         attach_router(app)
         if self.api_key is not None:
@@ -117,7 +117,7 @@ class Live:
         """Stop it; calls that wait for a step go on."""
         self.step_runs(False)
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(300)
         assert not self._thread.is_alive()
 
     def step_runs(self, runs):
@@ -134,7 +134,7 @@ class Live:
         if api_key is not None:
             request.add_header("Authorization", f"Bearer {api_key}")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 status, text = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read()

@@ -31,7 +31,7 @@ class Reads:
     def read(self, ticket):
         self.threads.append(threading.current_thread())
         self.begun.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(300)
         return self._read(ticket)
 
 
@@ -67,7 +67,7 @@ def test_who_comes_while_it_is_read_waits_for_that_read(tier):
     reads = Reads(tier, wait=True)
     (ticket,) = put(tier, 1)
     tier.begin(ticket)
-    assert reads.begun.wait(10)
+    assert reads.begun.wait(300)
     threading.Timer(0.05, reads.go_on.set).start()
     assert is_back(tier, ticket, 1)
     assert len(reads.threads) == tier.ahead.taken == 1
@@ -77,7 +77,7 @@ def test_who_comes_before_its_turn_reads_it_itself(tier):
     reads = Reads(tier, wait=True)
     first, second = put(tier, 1, 2)
     tier.begin(first)
-    assert reads.begun.wait(10)
+    assert reads.begun.wait(300)
     tier.begin(second)
     assert is_back(tier, second, 2), "it does not wait behind the first one"
     assert tier.ahead.taken == 0
@@ -105,7 +105,7 @@ def test_a_session_that_ends_takes_what_was_read_along(tier, wait):
     reads = Reads(tier, wait=wait)
     (ticket,) = put(tier, 1)
     tier.begin(ticket)
-    assert reads.begun.wait(10)
+    assert reads.begun.wait(300)
     tier.drop(ticket)
     assert tier.ahead.nbytes == tier.nbytes == 0
     assert not tier.begin(ticket)
@@ -135,7 +135,7 @@ def test_closing_waits_for_the_read_under_way(tier):
     first, second = put(tier, 1, 2)
     tier.begin(first)
     tier.begin(second)
-    assert reads.begun.wait(10)
+    assert reads.begun.wait(300)
     threading.Timer(0.05, reads.go_on.set).start()
     tier.close()
     assert len(reads.threads) == 1
@@ -149,7 +149,7 @@ def test_a_read_that_does_not_end_keeps_no_process_from_ending(tier, monkeypatch
     reads = Reads(tier, wait=True)
     (ticket,) = put(tier, 1)
     tier.begin(ticket)
-    assert reads.begun.wait(10)
+    assert reads.begun.wait(300)
     late = threading.Timer(10, reads.go_on.set)
     late.start()
     tier.close()
@@ -165,6 +165,6 @@ def test_no_thread_waits_for_a_next_read(tier):
     for ticket in put(tier, 1, 2, 3):
         tier.begin(ticket)
         all_read(tier)
-        reads.threads[-1].join(10)
+        reads.threads[-1].join(300)
         assert not reads.threads[-1].is_alive()
         assert ticket in tier.ahead._coming

@@ -57,7 +57,7 @@ class DeviceCapacity:
 
     @property
     def device_budget(self) -> int | None:
-        """Bytes on the device of idle sessions; ``None``: any. `BudgetFixedError` beyond what was reserved."""
+        """Bytes on the device of idle sessions; ``None``: any. Fixed: not beyond what is reserved."""
         return self._device_budget
 
     @device_budget.setter

@@ -166,7 +166,7 @@ def overdraft_of(swap: Parked | None, level: Level) -> int:
 
 
 def park_on_disk(
-    session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], overdraft: int = 0
+    session: SessionState, disk: DiskTier, *, on_host: AbstractSet[str], overdraft: int
 ) -> Parked:
     """Move all of a session to the disk; meanwhile what is on an accelerator takes host memory too.
 
@@ -187,7 +187,7 @@ def park_on_disk(
 
 
 def demote(
-    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], overdraft: int = 0
+    session: SessionState, parked: Parked, disk: DiskTier, *, on_host: AbstractSet[str], overdraft: int
 ) -> Parked:
     """Move a session from host memory on to the disk; its parcel is the caller's to drop.
 

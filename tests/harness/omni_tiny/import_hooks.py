@@ -9,6 +9,7 @@ Not covered: making those native libraries work. What they offer is absent, as i
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 
@@ -103,6 +104,7 @@ def _torchaudio_libraries(utils: ModuleType) -> None:
 
 def install() -> None:
     """Put the hooks in place; called by the ``.pth`` file at interpreter start."""
+    gc.set_threshold(100_000, 20, 20)  # collections of garbage are a tenth of an import of vLLM-Omni
     after_import("torchvision.extension", _torchvision_schemas)
     after_import("torchaudio._extension.utils", _torchaudio_libraries)
     # Unlike the two above, torchcodec is nothing without its native library, and vLLM-Omni and

@@ -14,11 +14,12 @@ def platform() -> str | None:
 
 def general() -> None:
     """Once they are imported: make sizes small, the worker fit for a CPU; let it be asked; err if told to."""
-    from omni_tiny import bfloat16, listing, mutant, request_watch, tiny
+    from omni_tiny import arithmetic, listing, mutant, request_watch, tiny
 
-    bfloat16.through_float32_if_wanted()
+    arithmetic.compute_in_float32_if_wanted()
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.shrink_dreamzero)
     after_import("vllm_omni.diffusion.models.dreamzero.pipeline_dreamzero", tiny.let_steps_last)
+    after_import("vllm_omni.diffusion.worker.diffusion_worker", tiny.keep_imported)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", tiny.pack_outputs_without_stream)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", listing.add_listing)
     after_import("vllm_omni.diffusion.worker.diffusion_worker", request_watch.add_watch)

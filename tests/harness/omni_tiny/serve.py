@@ -59,6 +59,8 @@ class Server:
         idle_timeout_s: After so many silent seconds the server closes a robot's connection.
         num_inference_steps: Denoising steps per chunk; many make a step last.
         replicas: Of the one stage.
+        executor: ``"mp"`` for worker processes, ``"uni"`` for a worker in its engine's own process, which is
+            one import of vLLM-Omni less.
         environ: More environment variables of the server's processes.
         api_key: Without it the server answers nobody; everything here has it.
 
@@ -80,6 +82,7 @@ class Server:
         idle_timeout_s: float = 30.0,
         num_inference_steps: int = 2,
         replicas: int = 1,
+        executor: str = "mp",
         environ: Mapping[str, str] | None = None,
         api_key: str | None = None,
     ) -> None:
@@ -97,6 +100,7 @@ class Server:
             num_inference_steps=num_inference_steps,
             model_config=more,
             replicas=replicas,
+            executor=executor,
         )
         command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", os.fspath(checkpoint)]
         command += ["--omni", "--deploy-config", str(deploy), "--host", "127.0.0.1", "--port", str(self.port)]

@@ -1,12 +1,14 @@
 """What vLLM-Omni hard-codes, made small by module globals, and the one thing its worker cannot do on a CPU.
 
-And steps that last, for a test in which something happens meanwhile. The sizes that stand in a
-checkpoint's own configuration are not here but in `checkpoint`.
+And steps that last, for a test in which something happens meanwhile; and loads that do not. The sizes that
+stand in a checkpoint's own configuration are not here but in `checkpoint`.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -92,3 +94,10 @@ def pack_outputs_without_stream(diffusion_worker: ModuleType) -> None:
                 self._async_output_done.notify_all()
 
     host.WorkerProc._async_output_loop = _async_output_loop
+
+
+def keep_imported(_: ModuleType) -> None:
+    """Have no collection of garbage walk what is imported: vLLM-Omni makes four while it loads a model."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # native modules say what is left when a process ends

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from omni_tiny import bfloat16
+from omni_tiny import arithmetic
 from omni_tiny.demo import child
 from omni_tiny.demo.face import say_equality, say_left
 from omni_tiny.demo.scenarios import SCENARIOS
@@ -55,7 +55,7 @@ def environment(*, flag: bool | None) -> dict[str, str]:
     """What a process of the demo gets: only the flag of the plugin's variables, and nothing is looked up."""
     kept = {name: value for name, value in settings(flag=flag).items() if not name.startswith(f"{FLAG}_")}
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**kept, **quiet, bfloat16.VARIABLE: "1", **dict.fromkeys(THREADS, "1")}
+    return {**kept, **quiet, arithmetic.VARIABLE: "1", **dict.fromkeys(THREADS, "1")}
 
 
 def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: ProgressView) -> list[Served]:
