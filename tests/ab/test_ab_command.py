@@ -156,10 +156,10 @@ def started(tmp_path, *arguments, fake=""):
     script = tmp_path / "script.py"
     script.write_text(
         "import signal, sys\n"
-        "from vllm_omni_session_state.ab import run\n"
+        "from vllm_omni_session_state.ab import command\n"
         "from vllm_omni_session_state.cli.main import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where tests run behind a shell
-        "run.CHILD = 'fake_child'\n"
+        "command.CHILD = 'fake_child'\n"
         "sys.exit(main(['ab', '--deploy-config', __file__, '--out', *sys.argv[1:]]))\n"
     )
     path = os.pathsep.join([str(HERE), *(part for part in sys.path if part)])
@@ -265,9 +265,9 @@ def test_record_and_replay_exclude_each_other(ab, capfd):
 def test_this_process_needs_neither_the_host_nor_torch_where_all_is_equal(tmp_path):
     script = (
         "import sys\n"
-        "from vllm_omni_session_state.ab import run\n"
+        "from vllm_omni_session_state.ab import command\n"
         "from vllm_omni_session_state.cli.main import main\n"
-        "run.CHILD = 'fake_child'\n"
+        "command.CHILD = 'fake_child'\n"
         "status = main(['ab', '--deploy-config', __file__, '--out', sys.argv[1]])\n"
         "assert not {'torch', 'vllm', 'vllm_omni'} & set(sys.modules), sorted(sys.modules)\n"
         "sys.exit(status)\n"

@@ -75,7 +75,7 @@ def test_bytes_are_gone_after_a_request_that_failed_whoever_holds_its_error(on, 
 def test_bytes_of_two_requests_at_once_are_gone_after_both_though_there_is_room_for_one(
     on, seen, monkeypatch
 ):
-    monkeypatch.setattr(on.pipeline._memory_manager.room, "max_sessions", 1)
+    monkeypatch.setattr(on.pipeline._memory_manager.capacity, "max_sessions", 1)
     on.interleave([on.diffuse_call("a"), on.diffuse_call("b", prompt="another")])
     assert max(said for said, _ in seen) > max(recount for _, recount in seen), "both are in the figures"
     gc.collect()

@@ -166,7 +166,7 @@ def test_interleaved_with_a_failing_one_the_other_is_exact(off, on):
 
 
 def test_a_cap_of_one_takes_nothing_from_a_request_under_way(off, on, monkeypatch):
-    monkeypatch.setattr(on.pipeline._memory_manager.room, "max_sessions", 1)
+    monkeypatch.setattr(on.pipeline._memory_manager.capacity, "max_sessions", 1)
     alone = [off.diffuse(off.diffuse_call("alone", **word)) for word in WORDS]
     calls = [on.diffuse_call(f"id{n}", **word) for n, word in enumerate(WORDS)]
     with captured(monkeypatch) as watches:

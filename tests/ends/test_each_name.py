@@ -117,13 +117,13 @@ def test_what_expires_and_what_does_not_is_said_of_each(worker, monkeypatch):
 
 def test_each_name_is_looked_up_once_a_call(worker, monkeypatch):
     looked = []
-    find = rpc.Named.__init__.__globals__["Names"].find
+    find = rpc.PerName.__init__.__globals__["Names"].find
 
     def counted(names, name, **how):
         looked.append(name)
         return find(names, name, **how)
 
-    monkeypatch.setattr(rpc.Named.__init__.__globals__["Names"], "find", counted)
+    monkeypatch.setattr(rpc.PerName.__init__.__globals__["Names"], "find", counted)
     for call in (rpc.holds, rpc.park, rpc.restore, rpc.begin_restore, rpc.expire, rpc.inspect, rpc.close):
         looked.clear()
         call(worker, redacted_id("c"))

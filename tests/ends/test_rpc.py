@@ -101,7 +101,7 @@ def test_a_session_can_be_parked_by_call_and_goes_on_to_the_bit(model, worker, d
 
     alone = steps("a")
     model.close("a")
-    room = model.pipeline._memory_manager.room
+    room = model.pipeline._memory_manager.capacity
     offloader = room.offloader
     step(model, "b")
     answer = worker.session_state_park("b")

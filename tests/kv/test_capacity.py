@@ -45,7 +45,7 @@ def test_with_a_device_budget_what_is_not_reserved_is_the_pools(dreamzero_checkp
         assert f"room for the KV of {model.capacity} sessions; {reserved} bytes are reserved" in caplog.text
         spec = model.pipeline.ar_diffusion_kv_cache_spec()
         assert spec.model_owned_state_bytes_per_session == MODEL_OWNED_BYTES, "the model says what it said"
-        room = model.pipeline._memory_manager.room
+        room = model.pipeline._memory_manager.capacity
         room.device_budget = MODEL_OWNED_BYTES
         room.device_budget = budget
         for more in (budget + 1, None):
@@ -66,7 +66,7 @@ def test_with_a_device_budget_what_is_not_reserved_is_the_pools(dreamzero_checkp
 def test_else_it_is_as_large_as_the_host_has_it(dreamzero_checkpoint, options):
     with load(dreamzero_checkpoint, **options) as model:
         assert model.runner.kv_cache.model_owned_state_bytes_per_session == MODEL_OWNED_BYTES
-        model.pipeline._memory_manager.room.device_budget = 1 << 40
+        model.pipeline._memory_manager.capacity.device_budget = 1 << 40
 
 
 def test_a_budget_that_leaves_no_room_for_kv_is_said_and_the_hosts_figure_stands(

@@ -203,7 +203,7 @@ def test_a_rank_that_fails_tells_the_others_and_nobody_waits(two, caplog, rank, 
         return
     what = f"rank {rank}: {type(error).__name__}: {error}"
     assert f"have not agreed how many sessions the engine's KV pool holds: {what}" in caplog.text
-    assert made.managers()[1 - rank].room.pool is None
+    assert made.managers()[1 - rank].capacity.pool is None
 
 
 def test_a_figure_that_cannot_be_had_on_one_rank_is_told_as_well(two, monkeypatch, caplog):

@@ -101,7 +101,7 @@ def test_where_no_group_has_one_request_nothing_is_parked_and_the_model_serves(m
     )  # and it does not say how it offloads
     pipeline = load(DreamZeroPipeline(), config, times=2)
     assert not pipeline._memory_manager.offloader
-    assert pipeline._memory_manager.room.device_budget is None
+    assert pipeline._memory_manager.capacity.device_budget is None
     (line,) = [line for line in lines(caplog) if "loaded again" not in line]
     assert "with data_parallel_size=2 and layer-wise offload" in line
     assert line.endswith("Budgets are ignored and nothing is parked")

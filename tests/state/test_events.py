@@ -44,7 +44,7 @@ def log():
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [1000.0]
-    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -62,7 +62,8 @@ class Faulty:
         fault, self.fault = self.fault, None
         if self.late:
             done = call(*args, **kwargs)
-            if call.__name__ == "put" and fault is not Stop:
+            if call.__name__ == "put":
+                # Else nobody would know of it: after a stop it counts until the process has ended.
                 super().drop(done)
         raise fault("as asked")
 

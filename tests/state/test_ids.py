@@ -47,7 +47,7 @@ def test_shown_ids_tell_sessions_apart_without_their_ids(a, b):
 
 def shown_elsewhere(session_id, environ):
     """The id as another process shows it, under that environment."""
-    code = f"from vllm_omni_session_state.base.ids import shown; print(shown({session_id!r}))"
+    code = f"from vllm_omni_session_state.base.ids import display_id; print(display_id({session_id!r}))"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.strip()
 

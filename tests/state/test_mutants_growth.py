@@ -98,7 +98,7 @@ def other_kinds_are_forgotten():
         found.rest.clear()
         return found
 
-    return mock.patch("vllm_omni_session_state.manager.charging.grown", forgetful)
+    return mock.patch("vllm_omni_session_state.manager.charging.scan_appended", forgetful)
 
 
 def what_a_pile_has_is_added_again():

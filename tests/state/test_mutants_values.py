@@ -67,7 +67,7 @@ def said_of_a_park_that_frees_nothing():
     manager = stays.on_host()
     with manager.lease("s") as session:
         session.attrs["odd"] = stays.Record(torch.ones(3))
-    with mock.patch.object(retained, "say_once") as said:
+    with mock.patch.object(retained, "log_once") as said:
         manager.park("s")
     assert said.call_count == 1
 

@@ -25,7 +25,7 @@ from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.omni.worker import lifecycle
 from vllm_omni_session_state.state.session import SessionState
 
-PACKAGE = str(Path(log.__file__).parent)
+PACKAGE = str(Path(log.__file__).parents[1])
 
 
 class Stop(SystemExit):

@@ -48,7 +48,7 @@ CLASSES = {"DreamZeroPipeline": DREAMZERO, "Cosmos3OmniDiffusersPipeline": COSMO
 RPC_TIMEOUT_S = 120.0
 EXTENSION = "worker_extension_cls"
 """vLLM-Omni's setting for a class that a stage's workers get, too."""
-LOOK = "vllm_omni_session_state.ab.runs.worker_probe.LookingWorker"
+LOOK = "vllm_omni_session_state.ab.runs.worker_probe.ProbedWorker"
 
 
 class RefusedError(ValueError):
