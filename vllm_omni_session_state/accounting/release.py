@@ -1,6 +1,6 @@
 """What a release really freed, judged afterwards.
 
-Use counts lie (a view, an alias, a host that kept a reference), so nothing is inferred from them: the
+Use counts lie (a view, an alias, a caller that kept a reference), so nothing is inferred from them: the
 owner of each region is watched through a weak reference, the content is let go, and then the owners are
 asked whether they are gone.
 """

@@ -218,8 +218,8 @@ class Pipeline(Protocol):
 class DreamZeroAdapter:
     """Stands between one pipeline object and the manager.
 
-    The pipeline holds this object's methods, so this object holds the pipeline only weakly: a host that
-    lets go of a model to load it again must get the weights' memory back at once.
+    The pipeline holds this object's methods, so this object holds the pipeline only weakly. When
+    vLLM-Omni lets go of a model to load it again, the weights' memory must be free at once.
     """
 
     def __init__(

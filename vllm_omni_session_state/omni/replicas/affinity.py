@@ -1,4 +1,4 @@
-"""The hook on the host's pools of replicas: each step goes to the replica that has its session.
+"""The hook on vLLM-Omni's pools of replicas: each step goes to the replica that has its session.
 
 vLLM-Omni routes requests, and knows no sessions: with several replicas the steps of one would go to any of
 them. So a request is bound to its session's home before vLLM-Omni looks for a replica. vLLM-Omni honours what
