@@ -84,7 +84,7 @@ MUTANTS = {
             "if cross is None:\n        return None",
             "return cross",
         ),
-        Mutant("forgets cross-attention", engine_kv, "gather", "kv_tree.copy_of(cross)", "None"),
+        Mutant("forgets cross-attention", engine_kv, "gather", "kv_payload.copy_of(cross)", "None"),
         Mutant(
             "puts cross-attention under one name",
             engine_kv,

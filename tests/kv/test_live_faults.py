@@ -123,7 +123,7 @@ PARKING = {
 RESTORING = {
     "the host tier": lambda patch: fails_after(patch, HostTier, "get", error=MemoryError("no room")),
     "between two layers of the KV": lambda patch: fails_after(patch, torch.Tensor, "index_copy_", calls=3),
-    "the second branch": lambda patch: fails_after(patch, engine_kv.kv_tree, "place", calls=1),
+    "the second branch": lambda patch: fails_after(patch, engine_kv.kv_payload, "place", calls=1),
 }
 
 

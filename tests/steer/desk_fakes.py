@@ -21,7 +21,7 @@ import torch
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.host_tier import HostTier
-from vllm_omni_session_state.omni.admin import install
+from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.server import hooks
 from vllm_omni_session_state.omni.worker import rpc
@@ -96,7 +96,7 @@ class Live:
 
         module = types.ModuleType("a server's module")
         setattr(module, seams.SERVER_BUILDER, FastAPI)
-        install.note_applications(module)
+        mount.note_applications(module)
         app = getattr(module, seams.SERVER_BUILDER)()
         attach_router(app)
         if self.api_key is not None:

@@ -8,7 +8,7 @@ from desk_fakes import FakeEngine, Live
 
 from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.omni.admin import install
+from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import seams
 
 pytestmark = pytest.mark.host
@@ -379,8 +379,8 @@ def test_an_application_that_was_built_in_another_way_is_left_alone_and_said_onc
     from vllm_omni_session_state.base.log import forget_said
 
     forget_said()
-    monkeypatch.setattr(install, "note_applications", lambda module: None)
-    monkeypatch.setattr(install, "_applications", [])
+    monkeypatch.setattr(mount, "note_applications", lambda module: None)
+    monkeypatch.setattr(mount, "_applications", [])
     server = Live()
     try:
         assert ours(server) == {}

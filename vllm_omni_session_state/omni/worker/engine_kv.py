@@ -59,7 +59,7 @@ def gather(state: Any) -> dict[str, Any]:
         state: The engine's ``ARDiffusionKVState``, open.
 
     Returns:
-        A plain tree of new tensors, which ``pack()`` and the tiers move; see ``kv_tree``.
+        A plain tree of new tensors, which ``pack()`` and the tiers move; see ``kv_payload``.
 
     Raises:
         MidChunkError: In the middle of a chunk; like any other error, it has changed nothing.
