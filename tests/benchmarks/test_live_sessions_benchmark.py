@@ -16,7 +16,7 @@ pytestmark = pytest.mark.host
 SPOILED = """
 import sys
 from benchmarks import live_sessions
-from vllm_omni_session_state.omni import kv
+from vllm_omni_session_state.omni.worker import engine_kv as kv
 
 exact = kv.put_back
 

@@ -389,7 +389,7 @@ def test_figures_of_another_kind_are_not_taken(wrong):
     rank = Rank()
     made, _ = known([rank])
     write = rank.publisher._writer.write
-    said = publisher.inside.figures(rank.manager, rank.worker.model_runner, rank.ends)
+    said = publisher.engine_view.figures(rank.manager, rank.worker.model_runner, rank.ends)
     write({**said, **wrong}, {}, {})
     assert made.look().age_s > 0
     write(said, {}, {})
@@ -400,7 +400,7 @@ def test_figures_of_another_kind_are_not_taken(wrong):
 def test_moves_of_another_kind_are_not_taken(moves):
     rank = Rank()
     made, _ = known([rank])
-    said = publisher.inside.figures(rank.manager, rank.worker.model_runner, rank.ends)
+    said = publisher.engine_view.figures(rank.manager, rank.worker.model_runner, rank.ends)
     rank.publisher._writer.write(said, {}, {"park:host": moves})
     assert made.look().age_s > 0
 

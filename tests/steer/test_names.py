@@ -226,7 +226,7 @@ def test_a_setting_is_shown_as_it_is_written(ids_in_the_clear, monkeypatch, caps
 
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("OMNI_DIFFUSION_SESSION_STATE_MANAGER_DISK_PATH", "/data/[red]x[/]\x1b[2J")
-    monkeypatch.setattr(doctor.survey, "import_host", lambda: "it is not looked at")
+    monkeypatch.setattr(doctor.compat, "import_host", lambda: "it is not looked at")
     tables.show_doctor(doctor.examine())
     out = capsys.readouterr().out
     assert r"/data/[red]x[/]\x1b[2J" in out

@@ -36,7 +36,7 @@ def mode(path):
 
 WORKER = """
 import os, sys, time
-from vllm_omni_session_state.omni import stats_place
+from vllm_omni_session_state.omni.stats_file import place as stats_place
 from vllm_omni_session_state.omni.stats_file.layout import StatsWriter
 stats_place.BASE = sys.argv[1]
 own = stats_place.OwnFile()
