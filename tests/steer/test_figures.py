@@ -51,7 +51,7 @@ class Rank:
 
 
 class Workers:
-    """Stands where the server's `Workers` do: replicas of some ranks, each asked in turn."""
+    """Stands where the server's `WorkerClient` does: replicas of some ranks, each asked in turn."""
 
     def __init__(self, *replicas):
         self.replicas = dict(enumerate(replicas))

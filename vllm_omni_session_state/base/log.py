@@ -80,7 +80,7 @@ def log_once(level: int, key: tuple[str, ...], message: str, *args: object) -> N
 def log_rarely(level: int, key: tuple[str, ...], message: str, *args: object) -> None:
     """Log ``message`` unless something was said under ``key`` within the last minute, and count what was not.
 
-    The next one that is said tells how many were held back. See ``say_once()`` for what is given.
+    The next one that is said tells how many were held back. See ``log_once()`` for what is given.
     """
     now, last = time.monotonic(), _rare.get(key)
     if last is not None and now - last.at < MINUTE_S:

@@ -70,7 +70,7 @@ def finished(act: Callable[[], T]) -> T:
 
 
 class Offloader(Tiers):
-    """The tiers of one manager, and the moves between them; arguments as for ``Levels``.
+    """The tiers of one manager, and the moves between them; arguments as for ``Tiers``.
 
     Attributes:
         moves: How long moves took, and how much moved.

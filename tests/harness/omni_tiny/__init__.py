@@ -4,6 +4,7 @@ Nothing is imported here: the interpreter passes through this file at every star
 
 * `import_hooks`: what makes vLLM-Omni's neighbours importable beside a CPU build of torch;
 * `plugins`: the two entry points through which vLLM-Omni finds this package;
+* `arithmetic`: bfloat16 at a bearable speed on a CPU that has none;
 * `platform`, `attention`: the CPU as an out-of-tree platform of vLLM-Omni;
 * `tiny`: vLLM-Omni's hard-coded sizes, made small;
 * `checkpoint`: writers of tiny checkpoints in the real on-disk layout;

@@ -1,6 +1,6 @@
 """What clients send to a model under test, as plain records; what goes with them as arrays comes apart.
 
-Not here: which asks there are (`robots`, `clips`, `recording`), and how one reaches vLLM-Omni (`child`).
+Not here: which there are (`dreamzero`, `cosmos3`, `trace`), and how one reaches vLLM-Omni (`runs/child.py`).
 """
 
 from __future__ import annotations

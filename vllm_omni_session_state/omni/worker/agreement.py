@@ -55,7 +55,7 @@ loads: list[Load] = []
 
 
 class RunnerPool:
-    """The places of a runner's KV pool, as ``Room`` asks for them.
+    """The places of a runner's KV pool, as ``DeviceCapacity`` asks for them.
 
     Args:
         runner: Held weakly: it holds the pipeline, which reaches the manager.

@@ -1,7 +1,7 @@
 """A tiny DreamZero checkpoint with random weights: 350 tensors, 17 million parameters, 36 MB, 2 s to write.
 
 The layout is the published one (original tensor names in one safetensors file, the model's own
-``config.json``, normalisation statistics, a tokenizer a VAE folder), so vLLM-Omni's loader runs unchanged.
+``config.json``, normalisation statistics, a tokenizer and a VAE folder): vLLM-Omni's loader runs unchanged.
 """
 
 from __future__ import annotations
