@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.manager.rows import Row
-from vllm_omni_session_state.omni.admin import aggregate, metrics, stats_poller
+from vllm_omni_session_state.omni.admin import aggregate, metrics, split_sessions, stats_poller
 from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
 from vllm_omni_session_state.omni.worker import publisher
 
@@ -86,20 +86,21 @@ def test_one_that_ended_here_and_began_there_between_two_answers_is_not_said(hea
 
 
 def test_what_is_no_longer_split_is_not_remembered(heard):
-    """However many there were: nothing of them is left."""
+    """However many there were: of all that its code has allocated, nothing of them is left."""
     splits = SplitSessions()
-    splits.look([])
+    code = tracemalloc.Filter(inclusive=True, filename_pattern=split_sessions.__file__)
     tracemalloc.start()
     try:
-        before = tracemalloc.get_traced_memory()[0]
         for number in range(100):
             listed = rows(**{f"s-{number}-{each}": [0, 1] for each in range(50)})
             splits.look(listed)
-        del listed
+        held = tracemalloc.take_snapshot().filter_traces([code])
         splits.look([])
-        assert tracemalloc.get_traced_memory()[0] - before < 10_000
+        left = tracemalloc.take_snapshot().filter_traces([code])
     finally:
         tracemalloc.stop()
+    assert sum(trace.size for trace in held.traces) > 1_000
+    assert sum(trace.size for trace in left.traces) < 500
     assert heard() == []
 
 

@@ -22,7 +22,7 @@ class SplitSessions:
         """Note what a listing of all replicas says, and how many sessions are split.
 
         Args:
-            rows: Of ``merged.rows()``, all of them.
+            rows: Of ``aggregate.rows()``, all of them.
         """
         found = split(rows)
         self._looks = {row["session"]: min(3, self._looks.get(row["session"], 0) + 1) for row in found}
