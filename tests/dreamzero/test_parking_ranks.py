@@ -68,8 +68,8 @@ def served(checkpoint, folder, *, less=0, capacity, **options):
 
 
 @pytest.fixture(scope="module")
-def omni(dreamzero_checkpoint, tmp_path_factory):
-    """Pools that have room for three sessions and for two."""
+def omni(expected, dreamzero_checkpoint, tmp_path_factory):
+    """Pools that have room for three sessions and for two; after what is expected, whose pools are equal."""
     from omni_tiny.capacity import free_bytes
 
     less = free_bytes(3) - free_bytes(2)
