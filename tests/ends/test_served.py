@@ -10,7 +10,7 @@ from profiles import LONG
 
 pytestmark = pytest.mark.host
 
-CYCLES = 100 if LONG else 2
+CYCLES = 40 if LONG else 2
 AT_ONCE = 5 if LONG else 2
 
 
