@@ -170,7 +170,7 @@ def test_owned_allocations_name_the_owner_and_not_the_view():
     found = owned_allocations([tensor[2:], tensor.numpy()[1:]], owner[3:], memoryview(text))
     assert {type(holder) for holder, _ in found} == {torch.UntypedStorage, np.ndarray, bytes}
     assert all(holder is owner for holder, _ in found if isinstance(holder, np.ndarray))
-    assert {region.nbytes for _, region in found} == {40, 80, 10}
+    assert {each.nbytes for _, each in found} == {40, 80, 10}
 
 
 @sized(1_000)
