@@ -127,7 +127,7 @@ def test_the_engine_stages_and_commits_and_nobody_writes_through_the_handle(aren
     engine.writing = ("left",)
     assert kv.staged == (("left",),)
     assert session.staging, "a window is in progress"
-    assert session.staged_footprint().nbytes == 0
+    assert footprint(kv.staged).nbytes == 0
     with pytest.raises(MidChunkError):
         session.part(lambda _: True)
     kv.discard()

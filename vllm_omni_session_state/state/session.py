@@ -257,10 +257,6 @@ class SessionState:
         """The memory that the committed content of both buckets keeps alive; aliases count once."""
         return footprint(*self.contents())
 
-    def staged_footprint(self) -> Footprint:
-        """The memory that staged payloads keep alive."""
-        return footprint(*self.roles(frozenset())[3])
-
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes by device."""
         return self.footprint().nbytes_by_device()
