@@ -26,13 +26,13 @@ class Walked:
         self.manager = SessionStateManager(declaration=declaration, disk=disk)
         self.policy = Policy(spiller=self.manager.offloader.spiller, last=last)
         self.items = 0
-        footprint = append_list.footprint
+        walk = append_list.owned_allocations
 
         def counted(*values):
             self.items += len(values)
-            return footprint(*values)
+            return walk(*values)
 
-        monkeypatch.setattr(append_list, "footprint", counted)
+        monkeypatch.setattr(append_list, "owned_allocations", counted)
 
     def step(self):
         with self.manager.lease("a") as session:

@@ -134,7 +134,8 @@ class Offloader(Tiers):
                 table.mark_parked(entry, parked)
                 table.accounts.settle(session.serial, held)
         else:
-            charge_session(session, table, self.declaration)
+            if entry.parked is not None:  # it was stopped as it came back; else it is as it was charged last
+                charge_session(session, table, self.declaration)
             with table.lock:
                 table.stay(entry)
 
