@@ -1,4 +1,4 @@
-"""An oracle for footprints: it makes the memory itself, so it knows which bytes each value keeps alive.
+"""An oracle for footprints: it makes the memory itself, so it knows which allocations each value keeps alive.
 
 It never looks into a finished value. Addresses are taken once, from the fresh allocation, through ctypes
 or ``data_ptr``; what a view or a container keeps alive is written down when it is made.
@@ -19,9 +19,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
-from vllm_omni_session_state.accounting.regions import Region
-
-Byte = tuple[str, int]
+from vllm_omni_session_state.accounting.allocations import Allocation
 
 pinned_starts: set[int] = set()
 """Start addresses of the storages that this process pretends are page-locked."""
@@ -85,19 +83,20 @@ class Stranger:
 @dataclass
 class Node:
     value: object
-    own: frozenset[Byte]  # the bytes that it keeps alive by itself
+    own: frozenset[Allocation]  # what it keeps alive by itself
     children: list[Node] = field(default_factory=list)
 
     def __repr__(self):
-        return f"{type(self.value).__name__}[{len(self.own)} B, {len(self.children)} children]"
+        nbytes = sum(each.nbytes for each in self.own)
+        return f"{type(self.value).__name__}[{nbytes} B, {len(self.children)} children]"
 
 
-def span(device: str, start: int, nbytes: int) -> frozenset[Byte]:
-    return frozenset((device, start + i) for i in range(nbytes))
+def span(device: str, start: int, nbytes: int) -> frozenset[Allocation]:
+    return frozenset({Allocation(device, start, nbytes)} if nbytes else ())
 
 
-def reach(roots: list[Node]) -> set[Byte]:
-    """All bytes reachable from ``roots`` over the children that were written down."""
+def reach(roots: list[Node]) -> set[Allocation]:
+    """All that is reachable from ``roots`` over the children that were written down; see ``apart``."""
     todo, seen, found = list(roots), set(), set()
     while todo:
         node = todo.pop()
@@ -105,39 +104,37 @@ def reach(roots: list[Node]) -> set[Byte]:
             seen.add(id(node))
             found |= node.own
             todo += node.children
-    return found
+    return apart(found)
 
 
-def per_device(found: set[Byte]) -> dict[str, set[int]]:
-    sets: dict[str, set[int]] = {}
-    for device, address in found:
-        sets.setdefault(device, set()).add(address)
-    return sets
+def apart(found: set[Allocation]) -> set[Allocation]:
+    """Without what lies within another one: that is a part of which torch does not know the owner."""
+    return {each for each in found if not any(within(each, other) for other in found - {each})}
 
 
-def bytes_of(regions) -> dict[str, set[int]]:
-    """The byte addresses of a footprint's regions, which must be disjoint and sorted."""
-    last = ("", 0)
-    sets: dict[str, set[int]] = {}
-    for device, start, nbytes in regions:
-        assert nbytes > 0
-        assert (device, start) >= last, f"{regions} overlap or are out of order"
-        last = (device, start + nbytes)
-        sets.setdefault(device, set()).update(range(start, start + nbytes))
-    return sets
+def within(part: Allocation, whole: Allocation) -> bool:
+    inside = whole.start <= part.start and part.start + part.nbytes <= whole.start + whole.nbytes
+    return part.device == whole.device and inside
 
 
-def region(tensor, device="cpu"):
-    """The region of a whole, contiguous tensor that owns its storage."""
-    return Region(device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+def per_device(found: set[Allocation]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for each in found:
+        sums[each.device] = sums.get(each.device, 0) + each.nbytes
+    return sums
 
 
-def regions(*tensors):
-    return tuple(sorted(map(region, tensors)))
+def allocation(tensor, device="cpu"):
+    """That of a whole, contiguous tensor that owns its storage."""
+    return Allocation(device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def array_region(owner):
-    return Region("cpu", owner.ctypes.data, owner.nbytes)
+def allocations(*tensors):
+    return tuple(sorted(map(allocation, tensors)))
+
+
+def array_allocation(owner):
+    return Allocation("cpu", owner.ctypes.data, owner.nbytes)
 
 
 def torch_leaf(draw) -> Node:
@@ -282,7 +279,7 @@ def object_record(values):
 def containers(draw, children: list[Node]) -> Node:
     """One new value that holds ``children``, of any kind that can."""
     values = [child.value for child in children]
-    array_own = frozenset()
+    array_own: frozenset[Allocation] = frozenset()
     forms = {
         "list": lambda: list(values),
         "tuple": lambda: tuple(values),

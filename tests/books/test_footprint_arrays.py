@@ -9,10 +9,10 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from byte_oracle import array_region, regions
+from byte_oracle import allocations, array_allocation
 
+from vllm_omni_session_state.accounting.allocations import Allocation
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.regions import Region
 
 
 def test_an_array_counts_the_allocation_behind_any_view():
@@ -32,7 +32,7 @@ def test_an_array_counts_the_allocation_behind_any_view():
         np.asarray(memoryview(owner)[2:3]),
     ]
     for view in views:
-        assert footprint(view).regions == (array_region(owner),)
+        assert footprint(view).allocations == (array_allocation(owner),)
     assert footprint(*views).nbytes == 800
 
 
@@ -54,10 +54,10 @@ def test_an_owner_with_gaps_counts_from_its_lowest_to_its_highest_byte():
     foreign = np.array(Lender(owner[8::-4]), copy=False)
     assert foreign.strides == (-4,)
     assert not isinstance(foreign.base, np.ndarray)
-    assert footprint(foreign).regions == (Region("cpu", owner.ctypes.data, 9),)
+    assert footprint(foreign).allocations == (Allocation("cpu", owner.ctypes.data, 9),)
     assert footprint(foreign).opaque == {f"{__name__}.Lender"}
     upwards = np.array(Lender(owner[2::3]), copy=False)
-    assert footprint(upwards).regions == (Region("cpu", owner.ctypes.data + 2, 10),)
+    assert footprint(upwards).allocations == (Allocation("cpu", owner.ctypes.data + 2, 10),)
 
 
 def test_a_view_of_a_buffer_whose_exporter_is_unknown_counts_its_own_extent():
@@ -70,14 +70,14 @@ def test_a_view_of_a_buffer_whose_exporter_is_unknown_counts_its_own_extent():
 def test_an_array_over_a_tensor_counts_the_tensors_storage():
     tensor = torch.zeros(100)
     for view in (tensor.numpy(), tensor[5:6].numpy(), np.frombuffer(tensor.numpy(), "u1", 8, 4)):
-        assert footprint(view).regions == regions(tensor)
-        assert footprint(view, tensor).regions == regions(tensor)
+        assert footprint(view).allocations == allocations(tensor)
+        assert footprint(view, tensor).allocations == allocations(tensor)
 
 
 def test_a_tensor_over_an_array_counts_once_with_it():
     owner = np.zeros(100, np.float32)
     part = torch.from_numpy(owner[10:20])
-    assert footprint(part, owner).regions == (array_region(owner),)
+    assert footprint(part, owner).allocations == (array_allocation(owner),)
     assert footprint([part, owner[50:]]).nbytes == 400
 
 
@@ -98,10 +98,10 @@ def test_python_cannot_see_past_a_tensor_over_a_part_of_a_foreign_buffer():
 )
 def test_a_buffer_counts_its_payload_and_so_does_an_array_over_part_of_it(buffer):
     assert footprint(buffer).nbytes == 64
-    whole = footprint(buffer).regions
+    whole = footprint(buffer).allocations
     part = np.frombuffer(buffer, np.uint8, count=2, offset=5)
-    assert footprint(part).regions == footprint(memoryview(buffer)).regions == whole
-    assert footprint(np.frombuffer(memoryview(buffer).cast("B")[8:16], np.uint8)).regions == whole
+    assert footprint(part).allocations == footprint(memoryview(buffer)).allocations == whole
+    assert footprint(np.frombuffer(memoryview(buffer).cast("B")[8:16], np.uint8)).allocations == whole
 
 
 def test_a_memory_map_counts_all_that_is_mapped(tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from byte_oracle import regions
+from byte_oracle import allocations
 
 from vllm_omni_session_state.accounting import footprint as footprint_module
 from vllm_omni_session_state.accounting.footprint import footprint, register_children
@@ -64,7 +64,7 @@ class Slotted:
 )
 def test_every_container_kind_is_opened(wrap):
     tensor = torch.zeros(4)
-    assert footprint(wrap(tensor)).regions == regions(tensor)
+    assert footprint(wrap(tensor)).allocations == allocations(tensor)
     assert not footprint(wrap(tensor)).opaque
 
 
@@ -79,7 +79,7 @@ def test_a_registered_type_is_opened_and_its_subclasses_too(registered):
     tensor = torch.zeros(4)
     assert footprint(MoreFrames([tensor])).nbytes == 0
     registered(Frames, lambda value: iter(value.frames))
-    assert footprint(Frames([tensor]), MoreFrames([tensor])).regions == regions(tensor)
+    assert footprint(Frames([tensor]), MoreFrames([tensor])).allocations == allocations(tensor)
     registered(MoreFrames, lambda value: ())
     assert footprint(MoreFrames([tensor])).nbytes == 0
     assert not footprint(MoreFrames([tensor])).opaque

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.accounting.footprint import footprint, owned_regions
+from vllm_omni_session_state.accounting.footprint import footprint, owned_allocations
 
 
 class Lying(Sequence):
@@ -272,5 +272,5 @@ def test_no_class_that_overrides_what_it_likes_makes_the_walk_raise(case):
         return
     kept = torch.zeros(4)
     found = footprint(value, [value], {"value": value, "kept": kept})
-    assert kept.data_ptr() in {region.start for region in found.regions}
-    owned_regions(value)
+    assert kept.data_ptr() in {region.start for region in found.allocations}
+    owned_allocations(value)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import count, sized
 
-from vllm_omni_session_state.accounting.footprint import footprint, owned_regions, register_children
+from vllm_omni_session_state.accounting.footprint import footprint, owned_allocations, register_children
 
 
 class Pipeline:
@@ -165,12 +165,12 @@ def test_two_pipelines_are_named_once_by_type():
     assert footprint([Pipeline(), Pipeline(), [Pipeline()]]).opaque == {f"{__name__}.Pipeline"}
 
 
-def test_owned_regions_name_the_owner_and_not_the_view():
+def test_owned_allocations_name_the_owner_and_not_the_view():
     tensor, owner, text = torch.zeros(10), np.zeros(10), b"x" * 10
-    found = owned_regions([tensor[2:], tensor.numpy()[1:]], owner[3:], memoryview(text))
+    found = owned_allocations([tensor[2:], tensor.numpy()[1:]], owner[3:], memoryview(text))
     assert {type(holder) for holder, _ in found} == {torch.UntypedStorage, np.ndarray, bytes}
     assert all(holder is owner for holder, _ in found if isinstance(holder, np.ndarray))
-    assert {region.nbytes for _, region in found} == {40, 80, 10}
+    assert {each.nbytes for _, each in found} == {40, 80, 10}
 
 
 @sized(1_000)

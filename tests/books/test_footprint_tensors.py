@@ -6,21 +6,21 @@ import warnings
 
 import pytest
 import torch
-from byte_oracle import region, regions
+from byte_oracle import allocation, allocations
 
 from vllm_omni_session_state.accounting.footprint import footprint
 
 
 def test_a_narrow_view_counts_the_whole_storage_and_many_views_count_it_once():
     whole = torch.zeros(1000)
-    assert footprint(whole[3:4], whole[::7], whole.view(10, 100).t()).regions == regions(whole)
+    assert footprint(whole[3:4], whole[::7], whole.view(10, 100).t()).allocations == allocations(whole)
 
 
 def test_coo_counts_its_indices_and_its_values_coalesced_or_not():
     indices, values = torch.tensor([[0, 1, 1], [2, 0, 0]]), torch.tensor([3.0, 4.0, 5.0])
     sparse = torch.sparse_coo_tensor(indices, values, (2, 3))
-    expected = tuple(sorted({region(sparse._indices()), region(sparse._values())}))
-    assert footprint(sparse).regions == expected
+    expected = tuple(sorted({allocation(sparse._indices()), allocation(sparse._values())}))
+    assert footprint(sparse).allocations == expected
     assert footprint(sparse).nbytes == 6 * 8 + 3 * 4
     merged = sparse.coalesce()  # narrows, on the storage of the unmerged
     assert footprint(merged).nbytes == merged._indices().untyped_storage().nbytes() + 3 * 4
@@ -35,7 +35,7 @@ def test_compressed_sparse_counts_its_three_parts(layout, requires_grad):
     sparse = make(compressed, plain, values, requires_grad=requires_grad)
     found = footprint(sparse)
     assert found.nbytes == 3 * 8 + 2 * 8 + values.numel() * 4
-    assert len(found.regions) == 3
+    assert len(found.allocations) == 3
     assert not found.opaque
     assert footprint(sparse, sparse.values(), sparse).nbytes == found.nbytes
 
@@ -53,7 +53,7 @@ def test_quantized_counts_its_storage_and_the_scales_and_zero_points_of_its_chan
     by_channel = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
     assert footprint(by_tensor).nbytes == 12
     assert footprint(by_channel).nbytes == 12 + 3 * 8 + 3 * 8
-    assert region(by_channel.q_per_channel_scales()) in footprint(by_channel).regions
+    assert allocation(by_channel.q_per_channel_scales()) in footprint(by_channel).allocations
 
 
 def test_nested_counts_its_buffer_and_its_shape_tensors():
@@ -63,7 +63,7 @@ def test_nested_counts_its_buffer_and_its_shape_tensors():
     shapes.append(strided._nested_tensor_storage_offsets())
     assert footprint(strided).nbytes == 18 * 4 + sum(t.numel() * 8 for t in shapes)
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    assert set(regions(jagged.values(), jagged.offsets())) <= set(footprint(jagged).regions)
+    assert set(allocations(jagged.values(), jagged.offsets())) <= set(footprint(jagged).allocations)
     assert footprint(jagged, jagged.values()).nbytes == footprint(jagged).nbytes < 18 * 4 + 3 * 8 + 64
 
 
@@ -87,8 +87,8 @@ class Twin(torch.Tensor):
 
 def test_wrapper_subclasses_count_what_they_wrap():
     a, b = torch.zeros(5), torch.zeros(7)
-    assert footprint(Twin(a, b[:2])).regions == regions(a, b)
-    assert footprint(Twin(a, Twin(b, a))).regions == regions(a, b)
+    assert footprint(Twin(a, b[:2])).allocations == allocations(a, b)
+    assert footprint(Twin(a, Twin(b, a))).allocations == allocations(a, b)
 
 
 def test_a_wrapper_that_does_not_flatten_counts_its_attributes():
@@ -100,7 +100,7 @@ def test_a_wrapper_that_does_not_flatten_counts_its_attributes():
     inner = torch.zeros(9)
     bare = torch.Tensor._make_wrapper_subclass(Bare, (9,), dtype=torch.float32)
     bare.inner = inner
-    assert footprint(bare).regions == regions(inner)
+    assert footprint(bare).allocations == allocations(inner)
 
 
 def test_meta_and_fake_tensors_hold_nothing_and_are_told_apart_from_nothing_else():
@@ -110,7 +110,7 @@ def test_meta_and_fake_tensors_hold_nothing_and_are_told_apart_from_nothing_else
         fake = [torch.zeros(4), torch.zeros(3)]
     meta = [torch.zeros(10, device="meta"), torch.zeros(20, device="meta")]
     nothing = footprint(fake, meta, torch._efficientzerotensor(5), torch.empty(0))
-    assert nothing.regions == ()
+    assert nothing.allocations == ()
     assert nothing.nbytes_by_device() == {}
     assert not nothing.opaque
 
@@ -120,21 +120,21 @@ def test_a_gradient_and_an_attribute_hang_on_their_tensor():
     (weight * 2).sum().backward()
     note = torch.zeros(3)
     weight.note = [note, weight]
-    assert footprint(weight).regions == regions(weight, weight.grad, note)
+    assert footprint(weight).allocations == allocations(weight, weight.grad, note)
     weight.requires_grad_(False)
-    assert footprint(weight).regions == regions(weight, weight.grad, note)
+    assert footprint(weight).allocations == allocations(weight, weight.grad, note)
 
 
 def test_a_gradient_of_another_kind_is_looked_at_as_what_it_is():
     weight, a, b = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     weight.grad = Twin(a, b)
-    assert footprint(weight).regions == regions(weight, a, b)
+    assert footprint(weight).allocations == allocations(weight, a, b)
 
 
 def test_gradients_that_are_each_others_end_the_walk():
     a, b = torch.zeros(4), torch.zeros(4)
     a.grad, b.grad = b, a
-    assert footprint(a).regions == regions(a, b)
+    assert footprint(a).allocations == allocations(a, b)
     a.grad = b.grad = None
 
 
@@ -145,7 +145,7 @@ def test_an_autograd_graph_cannot_be_seen_and_is_reported_without_a_warning():
         warnings.simplefilter("always")
         found = footprint(result)
     assert not said
-    assert found.regions == regions(result)
+    assert found.allocations == allocations(result)
     assert len(found.opaque) == 1
     assert "ExpBackward" in next(iter(found.opaque))
 
@@ -154,14 +154,14 @@ def test_inference_tensors_are_counted_outside_inference_mode():
     with torch.inference_mode():
         made = torch.zeros(6)
         sparse = torch.eye(3).to_sparse()
-    assert footprint(made).regions == regions(made)
+    assert footprint(made).allocations == allocations(made)
     assert footprint(sparse).nbytes == 3 * 16 + 3 * 4
 
 
 def test_a_default_device_does_not_reach_into_the_walk():
     tensor = torch.zeros(4)
     with torch.device("meta"):
-        assert region(tensor) in footprint([tensor]).regions
+        assert allocation(tensor) in footprint([tensor]).allocations
 
 
 def test_storages_count_as_themselves():
@@ -169,7 +169,9 @@ def test_storages_count_as_themselves():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         typed = tensor.storage()
-    assert footprint(typed).regions == footprint(tensor.untyped_storage()).regions == regions(tensor)
+    assert (
+        footprint(typed).allocations == footprint(tensor.untyped_storage()).allocations == allocations(tensor)
+    )
 
 
 def test_pinned_memory_is_a_pool_of_its_own_also_through_numpy(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.accounting.regions import PINNED
+from vllm_omni_session_state.accounting.allocations import PINNED
 from vllm_omni_session_state.offload import page_locked
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier

@@ -18,14 +18,14 @@ def test_a_session_counts_its_blocks_and_no_others():
     one, two = (Rollout(pool, LIKE_LINGBOT, name, frames=n) for name, n in (("one", 9), ("two", 3)))
     handles = [rollout.handle for rollout in (one, two)]
     assert [handle.nbytes for handle in handles] == [nbytes(one.state), nbytes(two.state)]
-    regions = [handle.footprint().regions for handle in handles]
-    assert not set(regions[0]) & set(regions[1])
-    for rollout, held in zip((one, two), regions, strict=True):
+    found = [handle.footprint().allocations for handle in handles]
+    assert not set(found[0]) & set(found[1])
+    layers = range(LIKE_LINGBOT.layers)
+    caches = [cache(layer) for layer in layers for cache in (pool.key_cache, pool.value_cache)]
+    for rollout, held in zip((one, two), found, strict=True):
         for block in pool.window_block_ids(rollout.state.adapters["main"]):
-            for layer in range(LIKE_LINGBOT.layers):
-                for page in (pool.key_cache(layer)[block], pool.value_cache(layer)[block]):
-                    start, size = page.data_ptr(), page.numel() * page.element_size()
-                    assert sum(r.start <= start and start + size <= r.stop for r in held) == 1
+            (unit,) = [each for each in held if each.start == pool.key_cache(0)[block].data_ptr()]
+            assert unit.nbytes == sum(cache[block].nbytes for cache in caches)
     session = SessionState("both")
     for name, handle in zip("ab", handles, strict=True):
         session.put(name, handle)

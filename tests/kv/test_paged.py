@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionState, SessionStateManager
+from vllm_omni_session_state.accounting.allocations import Allocation, Blocks
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.regions import Region, union
 from vllm_omni_session_state.base.errors import (
     EngineOwnedError,
     MidChunkError,
@@ -38,7 +38,7 @@ class Engine:
 
     def blocks(self):
         start, device = self.arena.memory.data_ptr(), "cpu"
-        return union(Region(device, start + 16 * page, 16) for page in self.mine)
+        return Blocks(Allocation(device, start + 16 * page, 16) for page in self.mine)
 
     def beside(self):
         return self.side
@@ -78,7 +78,7 @@ def test_a_page_counts_as_a_page_and_the_arena_as_nobodys(arena):
     one, two = PagedKV(Engine(arena, 3)), PagedKV(Engine(arena, 2))
     assert one.nbytes_by_device() == {"cpu": 3 * 16 + 16}
     assert footprint(one.holds(), two.holds()).nbytes == 5 * 16 + 2 * 16
-    assert footprint(one.holds(), arena.memory).nbytes == 8 * 16 + 16, "a page is a part of the arena"
+    assert footprint(one.holds(), arena.memory).nbytes == 3 * 16 + 16 + 8 * 16, "the arena is another unit"
     assert footprint(one.holds(), one.holds()).nbytes == one.nbytes
 
 
@@ -127,7 +127,7 @@ def test_the_engine_stages_and_commits_and_nobody_writes_through_the_handle(aren
     engine.writing = ("left",)
     assert kv.staged == (("left",),)
     assert session.staging, "a window is in progress"
-    assert session.staged_footprint().nbytes == 0
+    assert footprint(kv.staged).nbytes == 0
     with pytest.raises(MidChunkError):
         session.part(lambda _: True)
     kv.discard()

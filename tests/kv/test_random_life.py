@@ -97,11 +97,11 @@ class Life:
         for name in here:
             state, handle = self.runner._sessions[name], self.manager.peek(name).get(engine_kv.NAME)
             assert handle.view() is state
-            regions = handle.footprint().regions
+            held = handle.footprint().allocations
             for adapter in state.adapters.values():
                 blocks = [b for b in manager.req_to_blocks[adapter.request_id] if not b.is_null]
                 used += len(blocks)
-                assert has_pages(pool, regions, [block.block_id for block in blocks])
+                assert has_blocks(pool, held, [block.block_id for block in blocks])
             (value,) = [value for value in shown[name].values if value.name == engine_kv.NAME]
             assert sum(value.nbytes.values()) == handle.nbytes == nbytes(state)
         for name in set(shown) - set(here):
@@ -110,21 +110,15 @@ class Life:
         assert self.manager.stats()["parked_sessions"] == len(self.done) - len(here)
 
 
-def has_pages(pool, regions, blocks):
-    """Whether the K and V of these blocks, in every layer, lie in one of the regions each."""
-    pages = [
-        page[block]
-        for block in blocks
-        for layer in range(pool.num_layers)
-        for page in (pool.key_cache(layer), pool.value_cache(layer))
+def has_blocks(pool, held, blocks):
+    """Whether each of these blocks is counted once, with its K and V of every layer."""
+    caches = [
+        cache(layer) for layer in range(pool.num_layers) for cache in (pool.key_cache, pool.value_cache)
     ]
     return all(
-        sum(
-            region.start <= page.data_ptr() and page.data_ptr() + page.nbytes <= region.stop
-            for region in regions
-        )
-        == 1
-        for page in pages
+        [each.nbytes for each in held if each.start == pool.key_cache(0)[block].data_ptr()]
+        == [sum(cache[block].nbytes for cache in caches)]
+        for block in blocks
     )
 
 

@@ -9,10 +9,10 @@ import torch
 from profiles import count
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.accounting import append_tracking
+from vllm_omni_session_state.accounting import append_list
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
+from vllm_omni_session_state.accounting.ledger import Ledger
 from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.state.session import Declaration
 
@@ -25,7 +25,7 @@ def allocated():
 
 @pytest.fixture(autouse=True)
 def one_chunk_is_many(monkeypatch):
-    monkeypatch.setattr(append_tracking, "SHORT", 0)
+    monkeypatch.setattr(append_list, "SHORT", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -34,35 +34,39 @@ def quiet(caplog):
 
 
 class Work:
-    """Counts what a settlement does: tensors looked at, regions that the ledgers handle, calls."""
+    """Counts what a settlement does: tensors looked at, allocations that the ledgers handle, calls."""
 
     def __init__(self):
-        self.tensors = self.regions = self.calls = 0
+        self.tensors = self.allocations = self.calls = 0
 
     def of(self, call, *arguments):
-        storage, replace = torch.Tensor.untyped_storage, IntervalCounter.replace
+        storage, take, put = torch.Tensor.untyped_storage, Ledger._take, Ledger._put
 
         def looked_at(tensor):
             self.tensors += 1
             return storage(tensor)
 
-        def replaced(space, old, new):
-            self.regions += len(old) + len(new)
-            replace(space, old, new)
+        def counted(change):
+            def changed(ledger, allocations):
+                self.allocations += len(allocations)
+                change(ledger, allocations)
+
+            return changed
 
         def called(*_):
             self.calls += 1
 
         with (
             mock.patch.object(torch.Tensor, "untyped_storage", looked_at),
-            mock.patch.object(IntervalCounter, "replace", replaced),
+            mock.patch.object(Ledger, "_take", counted(take)),
+            mock.patch.object(Ledger, "_put", counted(put)),
         ):
             sys.setprofile(called)
             try:
                 call(*arguments)
             finally:
                 sys.setprofile(None)
-        return self.tensors, self.regions, self.calls
+        return self.tensors, self.allocations, self.calls
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -71,6 +75,11 @@ def test_what_a_settlement_does_is_constant_over_ten_thousand_chunks(declared):
     declaration = Declaration(device_nbytes=1 << 40, host_fields=frozenset({"film"}))
     manager = SessionStateManager(declaration=declaration if declared else None)
     chunks, work = count(10_000), {}
+
+    def settle(session):
+        manager.settle(session)
+        manager.stats()  # only then the ledgers follow
+
     with manager.lease("a") as session:
         session.attrs["map"] = [torch.zeros(10) for _ in range(24)]
         buffer = session.put("film", allocated())
@@ -80,12 +89,12 @@ def test_what_a_settlement_does_is_constant_over_ten_thousand_chunks(declared):
             buffer.container.append(torch.zeros(4))
             session.attrs["map"] = [torch.zeros(10) for _ in range(24)]
             if number in (20, chunks - 1):
-                work[number] = Work().of(manager.settle, session)
+                work[number] = Work().of(settle, session)
             else:
-                manager.settle(session)
-    (tensors, regions, calls), (last_tensors, last_regions, last_calls) = work.values()
+                settle(session)
+    (tensors, counted, calls), (last_tensors, last_counted, last_calls) = work.values()
     assert last_tensors == tensors == 25
-    assert max(last_regions, regions) < 4 * 25
+    assert max(last_counted, counted) < 4 * 25
     assert last_calls < 1.5 * calls
     assert manager.stats()["total_nbytes"] == 24 * 40 + chunks * 16
     manager.check()
@@ -181,7 +190,7 @@ def test_a_chunk_that_is_held_beside_its_list_counts_once_when_it_comes_to_it():
 
 
 def test_a_short_list_is_walked_and_a_long_one_is_not(monkeypatch):
-    monkeypatch.setattr(append_tracking, "SHORT", 3)
+    monkeypatch.setattr(append_list, "SHORT", 3)
     manager = SessionStateManager()
     for chunks, walked in ((3, 3), (4, 4), (5, 1)):
         with manager.lease("a") as session:

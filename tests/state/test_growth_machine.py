@@ -11,9 +11,8 @@ from profiles import sized
 from test_growth import allocated
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.accounting import append_tracking
+from vllm_omni_session_state.accounting import append_list
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.regions import union
 from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.state.session import Declaration
 
@@ -182,8 +181,8 @@ class GrowthMachine(RuleBasedStateMachine):
         stats = self.manager.stats()
         held = [session for session in map(self.manager.peek, "ab") if session is not None]
         everything = [footprint(*session.contents()) for session in held]
-        total = union(region for each in everything for region in each.regions)
-        both = sum(each.nbytes for each in everything) - nbytes(total)
+        total = {each for found in everything for each in found.allocations}
+        both = sum(found.nbytes for found in everything) - nbytes(total)
         assert stats["total_nbytes"] == stats.get("nbytes:cpu", 0) == nbytes(total)
         assert stats["shared_nbytes"] == both, "two sessions"
         assert (
@@ -201,13 +200,13 @@ class GrowthMachine(RuleBasedStateMachine):
             self.manager.check()
 
 
-def nbytes(regions):
-    return sum(region.nbytes for region in regions)
+def nbytes(allocations):
+    return sum(each.nbytes for each in allocations)
 
 
 @pytest.fixture(autouse=True, params=[0, 2], ids="short {}".format)
 def a_few_chunks_are_many(request, monkeypatch):
-    monkeypatch.setattr(append_tracking, "SHORT", request.param)
+    monkeypatch.setattr(append_list, "SHORT", request.param)
 
 
 @pytest.fixture(autouse=True)

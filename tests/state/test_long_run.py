@@ -22,6 +22,7 @@ from profiles import count
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
+from vllm_omni_session_state.accounting.allocations import Allocation
 from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.state.session import Declaration
 
@@ -235,5 +236,5 @@ def test_after_a_life_with_parking_nothing_is_left():
 def test_an_object_that_stays_behind_would_be_seen():
     manager = SessionStateManager()
     before = reachable(manager)
-    manager._table.accounts._outside.charge("forgotten", ())
+    manager._table.accounts._outside.charge("forgotten", (Allocation("cpu", 1, 1),))
     assert reachable(manager) > before

@@ -11,13 +11,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.accounting import accounts, ledger
-from vllm_omni_session_state.accounting.accounts import Accounts
+from vllm_omni_session_state.accounting import accounts, allocations
+from vllm_omni_session_state.accounting.accounts import Accounts, Held
+from vllm_omni_session_state.accounting.allocations import TIER
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.interval_counter import IntervalCounter
 from vllm_omni_session_state.accounting.ledger import Ledger
-from vllm_omni_session_state.accounting.overlap_map import OverlapMap
-from vllm_omni_session_state.accounting.regions import TIER
 from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.state.session import Declaration, Role, SessionState
 
@@ -44,7 +42,7 @@ def a_session_between_its_loss_and_its_next_settlement():
     """Lost, and not yet settled again without the engine's part: who looks at that moment misses nothing."""
     books, session = Accounts(), SessionState("a")
     books.open(session.serial)
-    books.settle(session.serial, device=footprint(torch.zeros(10, dtype=torch.uint8)).regions)
+    books.settle(session.serial, Held(footprint(torch.zeros(10, dtype=torch.uint8)).allocations))
     books.detach(session.serial, session)
     assert books.figures()["detached_nbytes"] == 10
     books.check((), idle=set())
@@ -56,27 +54,30 @@ def a_detached_session_of_both_roles():
 
 
 def values_in_both_roles():
-    """A session with a value on the host and one on the device, one of them over part of the other."""
+    """A value that is in host memory and on the device, by its role, and in another session as well."""
     manager = SessionStateManager(
         declaration=Declaration(device_nbytes=1000, host_fields=frozenset({"film"}))
     )
-    whole = torch.zeros(100, dtype=torch.uint8)
+    film, latents = torch.zeros(30, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
     with manager.lease("a") as session:
-        session.attrs["film"] = torch.from_numpy(whole.numpy()[10:40])
-        session.attrs["latents"] = torch.from_numpy(whole.numpy()[30:70])
-    assert manager.stats()["total_nbytes"] == 60
+        session.attrs.update(film=[film, latents[5:]], latents=latents[:10])
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (70, 0)
     manager.check()
     with manager.lease("b") as session:
-        session.attrs["latents"] = torch.from_numpy(whole.numpy()[35:45])
-    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (60, 10)
-    manager.check()
-    with manager.lease("c") as session:
-        session.attrs["latents"] = torch.from_numpy(whole.numpy()[65:80])
-    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (70, 15)
+        session.attrs["latents"] = [latents, torch.zeros(7, dtype=torch.uint8)]
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (77, 40)
     manager.check()
     manager.drop_session("a")
-    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (25, 0)
+    assert (manager.stats()["total_nbytes"], manager.stats()["shared_nbytes"]) == (47, 0)
     manager.check()
+
+
+def a_part_of_an_array_beside_it():
+    """Torch does not know the array; whoever walks both finds that one is within the other."""
+    manager, whole = SessionStateManager(), torch.zeros(100, dtype=torch.uint8).numpy()
+    with manager.lease("a") as session:
+        session.attrs.update(part=torch.from_numpy(whole[:40]), whole=whole)
+    assert manager.stats()["total_nbytes"] == 100
 
 
 def a_session_in_each_tier():
@@ -119,61 +120,56 @@ def what_the_host_keeps():
 
 def detach_releases_nothing():
     def detach(self, owner, session):
-        self._detached.charge(owner, self._table.regions(owner))
+        self._in_detached.charge(owner, self._held[owner].all)
         accounts.weakref.finalize(session, self._ended.append, owner).atexit = False
 
     return mock.patch.object(Accounts, "detach", detach)
 
 
 def detach_charges_nobody():
-    def detach(self, owner, session):
-        self._detached.charge(owner, ())
-        self._forget(owner)
-        accounts.weakref.finalize(session, self._ended.append, owner).atexit = False
+    detach = Accounts.detach
 
-    return mock.patch.object(Accounts, "detach", detach)
+    def forgetful(self, owner, session):
+        detach(self, owner, session)
+        self._held[owner] = Held()
+
+    return mock.patch.object(Accounts, "detach", forgetful)
 
 
 def finalize_is_lost():
     return mock.patch.object(accounts.weakref, "finalize", mock.MagicMock())
 
 
-def settle_forgets_what_is_staged():
+def forgetful(forget):
+    """Each session is charged for what ``forget`` leaves of what it holds."""
     settle = Accounts.settle
+    return mock.patch.object(
+        Accounts, "settle", lambda self, owner, held: settle(self, owner, forget(self, owner, held))
+    )
 
-    def forgetful(self, owner, *, staged=(), **held):
-        settle(self, owner, staged=(), **held)
 
-    return mock.patch.object(Accounts, "settle", forgetful)
+def settle_forgets_what_is_staged():
+    return forgetful(lambda _, __, held: held._replace(staged=()))
 
 
 def settle_forgets_the_host():
-    settle = Accounts.settle
-
-    def forgetful(self, owner, *, host=(), **held):
-        settle(self, owner, host=(), **held)
-
-    return mock.patch.object(Accounts, "settle", forgetful)
+    return forgetful(lambda _, __, held: held._replace(host=()))
 
 
 def a_detached_session_is_charged_for_its_device_part_alone():
-    settle = Accounts.settle
-
-    def forgetful(self, owner, *, device=(), **held):
-        if owner in self._detached:
-            held = {"staged": held.get("staged", ())}
-        settle(self, owner, device=device, **held)
-
-    return mock.patch.object(Accounts, "settle", forgetful)
+    return forgetful(lambda books, owner, held: Held(held.device) if owner in books._detached else held)
 
 
 def settle_forgets_the_slab():
-    settle = Accounts.settle
+    return forgetful(lambda _, __, held: held._replace(parcel=()))
 
-    def forgetful(self, owner, *, parcel=(), **held):
-        settle(self, owner, parcel=(), **held)
 
-    return mock.patch.object(Accounts, "settle", forgetful)
+def a_change_is_told_to_nobody():
+    return mock.patch.object(Accounts, "_tell", Accounts._close_ended)
+
+
+def a_session_in_use_stays_idle():
+    return mock.patch.object(Accounts, "lease", lambda self, owner: self._changed.add(owner))
 
 
 def what_is_parked_is_of_the_device():
@@ -198,53 +194,89 @@ def by_tier_without(books, kinds):
 
 
 def settle_never_runs():
-    return mock.patch.object(SessionStateManager, "settle", return_value=((), None))
+    return mock.patch.object(SessionStateManager, "settle", return_value=None)
 
 
 def contents_without_the_objects():
     nothing = Role([], [])
     return mock.patch.object(
-        SessionState, "roles", lambda self, _: (Role([*self.attrs.values()], []), nothing, nothing)
+        SessionState, "roles", lambda self, _: (Role([*self.attrs.values()], []), nothing, [], [])
     )
 
 
 def close_keeps_what_is_staged():
-    return mock.patch.object(Accounts, "close", Accounts._forget)
+    def close(self, owner):
+        held = self._held.pop(owner)
+        self._unused.discard(owner)
+        self._held[owner] = Held(staged=held.staged)
+        self._changed.add(owner)
+
+    return mock.patch.object(Accounts, "close", close)
 
 
 def close_keeps_the_charge():
-    return mock.patch.object(Accounts, "close", lambda self, owner: self._staged.release(owner))
+    def close(self, owner):
+        self._held[owner] = self._held[owner]._replace(staged=())
+        self._unused.discard(owner)
+        self._changed.add(owner)
+
+    return mock.patch.object(Accounts, "close", close)
 
 
 def a_dropped_session_stays_idle():
-    return mock.patch.object(accounts._Late, "forget", return_value=None)
+    def close(self, owner):
+        self._held.pop(owner, None)
+        self._charge(owner)
+
+    return mock.patch.object(Accounts, "close", close)
 
 
 def shared_bytes_count_twice():
-    return mock.patch.object(IntervalCounter, "total", property(lambda self: self._total + self.shared))
+    nbytes = Ledger.nbytes_by_device
+
+    def twice(self):
+        shared = self.shared_nbytes_by_device()
+        return {device: count + shared.get(device, 0) for device, count in nbytes(self).items()}
+
+    return mock.patch.object(Ledger, "nbytes_by_device", twice)
 
 
 def a_charge_is_added_to_the_last():
-    replace = Ledger._replace
-    return mock.patch.object(Ledger, "_replace", lambda self, old, new: replace(self, {}, new))
+    return mock.patch.object(Ledger, "_take", return_value=None)
 
 
-def overlaps_within_one_session_count_twice():
-    def apart(regions):
-        return tuple(sorted(set(regions)))
+def an_allocation_in_two_roles_counts_twice():
+    put = Ledger._put
+    charge = Ledger.charge
 
-    return mock.patch.object(ledger, "union", apart)
+    def twice(self, owner, allocations, log=None):
+        charge(self, owner, allocations, log)
+        put(self, {each for each in allocations if list(allocations).count(each) > 1})
+
+    return mock.patch.object(Ledger, "charge", twice)
 
 
-def overlaps_between_sessions_are_not_looked_for():
-    return mock.patch.object(OverlapMap, "reaches", return_value=False)
+def what_is_shared_is_freed_with_the_first():
+    def take(self, gone):
+        for each in gone:
+            self._again.pop(each, None)
+            self._reached.discard(each)
+            self._total[each.device] -= each.nbytes
+
+    return mock.patch.object(Ledger, "_take", take)
+
+
+def a_part_is_not_looked_for():
+    return mock.patch.object(
+        allocations, "distinct", lambda spans: tuple(map(allocations.as_allocation, sorted(set(spans))))
+    )
 
 
 def what_is_outside_adds_up():
     charge = Accounts.charge_outside
 
-    def another(self, name, regions):
-        charge(self, f"{name} {len(self._outside.owners())}", regions)
+    def another(self, name, allocations):
+        charge(self, f"{name} {len(self._outside.owners())}", allocations)
 
     return mock.patch.object(Accounts, "charge_outside", another)
 
@@ -266,8 +298,11 @@ CAUGHT_BY = {
     a_dropped_session_stays_idle: any_life_of_sessions,
     shared_bytes_count_twice: any_life_of_sessions,
     a_charge_is_added_to_the_last: any_life_of_sessions,
-    overlaps_within_one_session_count_twice: values_in_both_roles,
-    overlaps_between_sessions_are_not_looked_for: values_in_both_roles,
+    an_allocation_in_two_roles_counts_twice: values_in_both_roles,
+    what_is_shared_is_freed_with_the_first: values_in_both_roles,
+    a_part_is_not_looked_for: a_part_of_an_array_beside_it,
+    a_change_is_told_to_nobody: any_life_of_sessions,
+    a_session_in_use_stays_idle: any_life_of_sessions,
     what_is_outside_adds_up: what_the_host_keeps,
 }
 

@@ -59,17 +59,17 @@ stay, mark_parked, resting, lose = Table.stay, Table.mark_parked, Table.resting,
 
 
 def who_was_refused_becomes_the_most_recent_one():
-    def stays(self, entry, device):
-        stay(self, entry, device)
+    def stays(self, entry):
+        stay(self, entry)
         self._use(entry)
 
     return mock.patch.object(Table, "stay", stays)
 
 
 def who_was_refused_becomes_the_oldest_one():
-    def stays(self, entry, device):
+    def stays(self, entry):
         entry.place = -entry.place
-        stay(self, entry, device)
+        stay(self, entry)
 
     return mock.patch.object(Table, "stay", stays)
 

@@ -11,12 +11,12 @@ import test_growth_machine as machine_tests
 from hypothesis.stateful import run_state_machine_as_test
 from test_mutants_accounts import FEW
 
-from vllm_omni_session_state.accounting import append_tracking, identity_cache
+from vllm_omni_session_state.accounting import append_list
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.accounting.append_list import AppendTrackedList
-from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog
+from vllm_omni_session_state.accounting.allocations import nbytes_by_device
+from vllm_omni_session_state.accounting.append_list import AllocationLog, Appended, AppendTrackedList
 from vllm_omni_session_state.accounting.ledger import Ledger
-from vllm_omni_session_state.accounting.regions import union
+from vllm_omni_session_state.manager import outside
 from vllm_omni_session_state.state.session import SessionState
 
 
@@ -75,72 +75,92 @@ def a_copy_is_walked_anew():
 
 
 def what_came_is_walked_for_ever():
-    return mock.patch.object(Appended, "join", lambda self: self.pile.add(self.found.regions))
+    return mock.patch.object(Appended, "join", lambda self: self.log.add(self.found))
 
 
 def what_came_is_never_charged():
     def join(self):
-        for run, count in zip(self.pile.runs, self.counts, strict=True):
+        for run, count in zip(self.log.runs, self.counts, strict=True):
             run.count = max(run.count, count)
 
     return mock.patch.object(Appended, "join", join)
 
 
 def other_kinds_join():
-    return mock.patch.object(append_tracking, "is_plain", return_value=True)
+    return mock.patch.object(append_list, "is_plain", return_value=True)
 
 
 def other_kinds_are_forgotten():
-    grown = append_tracking.scan_appended
+    grown = append_list.scan_appended
 
-    def forgetful(lists, pile):
-        found = grown(lists, pile)
+    def forgetful(lists, log):
+        found = grown(lists, log)
         found.rest.clear()
         return found
 
     return mock.patch("vllm_omni_session_state.manager.charging.scan_appended", forgetful)
 
 
-def what_a_pile_has_is_added_again():
-    return mock.patch.object(RegionLog, "without", lambda self, regions: union(regions))
+def what_a_log_has_is_added_again():
+    def add(self, allocations):
+        allocations = list(allocations)
+        self.known.update(allocations)
+        self.order += allocations
+        self.nbytes_by_device = nbytes_by_device(self.order)
+
+    return mock.patch.object(AllocationLog, "add", add)
+
+
+def what_a_log_has_is_charged_beside_it():
+    charge = Ledger.charge
+
+    def forgetful(self, owner, allocations, log=None):
+        charge(self, owner, allocations, log)
+        if log is not None:
+            both = frozenset(allocations) & log.known
+            self._charges[owner] = self._charges.get(owner, frozenset()) | both
+
+    return mock.patch.object(Ledger, "charge", forgetful)
 
 
 def what_came_is_charged_twice():
-    with_piles = Ledger._with_piles
+    charge = Ledger.charge
 
-    def forgetful(self, owner, old, new, pile):
-        delta = with_piles(self, owner, old, new, pile)
-        if pile is not None:
-            self._piles[owner] = pile, 0
-        return delta
+    def forgetful(self, owner, allocations, log=None):
+        if log is not None and owner in self._logs:
+            self._logs[owner] = log, 0
+        charge(self, owner, allocations, log)
 
-    return mock.patch.object(Ledger, "_with_piles", forgetful)
-
-
-def a_pile_that_is_left_stays_charged():
-    with_piles = Ledger._with_piles
-
-    def forgetful(self, owner, old, *rest):
-        return old, with_piles(self, owner, {}, *rest)[1]
-
-    return mock.patch.object(Ledger, "_with_piles", forgetful)
+    return mock.patch.object(Ledger, "charge", forgetful)
 
 
-def a_pile_survives_its_owner():
-    def release(self, owner):
-        freed = self.freed_without((owner,))
-        self._piles.pop(owner, None)
-        self._replace(self._charges.pop(owner), {})
-        return freed
+def a_log_that_is_left_stays_charged():
+    charge = Ledger.charge
 
-    return mock.patch.object(Ledger, "release", release)
+    def forgetful(self, owner, allocations, log=None):
+        if self._logs.get(owner, (log,))[0] is not log:
+            del self._logs[owner]
+        charge(self, owner, allocations, log)
+
+    return mock.patch.object(Ledger, "charge", forgetful)
 
 
-def a_pile_is_in_the_other_role():
+def a_log_survives_its_owner():
+    charge = Ledger.charge
+
+    def forgetful(self, owner, allocations, log=None):
+        if log is None and not allocations:
+            self._logs.pop(owner, None)
+        charge(self, owner, allocations, log)
+
+    return mock.patch.object(Ledger, "charge", forgetful)
+
+
+def a_log_is_in_the_other_role():
     settle = Accounts.settle
 
-    def astray(self, owner, *, growth_on_host=False, **held):
-        settle(self, owner, growth_on_host=not growth_on_host, **held)
+    def astray(self, owner, held):
+        settle(self, owner, held._replace(log_on_host=not held.log_on_host))
 
     return mock.patch.object(Accounts, "settle", astray)
 
@@ -149,22 +169,20 @@ def lists_of_the_other_role_are_forgotten():
     roles = SessionState.roles
 
     def forgetful(self, on_host):
-        device, host, engine = roles(self, on_host)
+        device, host, engine, staged = roles(self, on_host)
         if host.lists:
             device.lists.clear()
-        return device, host, engine
+        return device, host, engine, staged
 
     return mock.patch.object(SessionState, "roles", forgetful)
 
 
-def a_glance_trusts_the_place():
-    return mock.patch.object(
-        identity_cache.UnchangedTensors, "same", lambda self, items: len(items) == len(self._tensors)
-    )
+def a_look_outside_trusts_the_place():
+    return mock.patch.multiple(outside, is_=lambda *_: True, _address=lambda _: 0)
 
 
-def a_glance_overlooks_another_storage():
-    return mock.patch.object(identity_cache, "_address", return_value=0)
+def a_look_outside_overlooks_another_storage():
+    return mock.patch.object(outside, "_address", return_value=0)
 
 
 CAUGHT_BY = {
@@ -182,20 +200,21 @@ CAUGHT_BY = {
     what_came_is_never_charged: any_life_of_lists,
     other_kinds_join: a_chunk_that_is_no_tensor,
     other_kinds_are_forgotten: any_life_of_lists,
-    what_a_pile_has_is_added_again: any_life_of_lists,
+    what_a_log_has_is_added_again: any_life_of_lists,
+    what_a_log_has_is_charged_beside_it: any_life_of_lists,
     what_came_is_charged_twice: any_life_of_lists,
-    a_pile_that_is_left_stays_charged: a_chunk_that_is_replaced,
-    a_pile_survives_its_owner: a_chunk_that_is_replaced,
-    a_pile_is_in_the_other_role: any_life_of_lists,
+    a_log_that_is_left_stays_charged: a_chunk_that_is_replaced,
+    a_log_survives_its_owner: a_chunk_that_is_replaced,
+    a_log_is_in_the_other_role: any_life_of_lists,
     lists_of_the_other_role_are_forgotten: any_life_of_lists,
-    a_glance_trusts_the_place: what_is_outside,
-    a_glance_overlooks_another_storage: what_is_outside,
+    a_look_outside_trusts_the_place: what_is_outside,
+    a_look_outside_overlooks_another_storage: what_is_outside,
 }
 
 
 @pytest.fixture(autouse=True)
 def one_chunk_is_many(monkeypatch):
-    monkeypatch.setattr(append_tracking, "SHORT", 0)
+    monkeypatch.setattr(append_list, "SHORT", 0)
 
 
 @pytest.fixture(autouse=True)

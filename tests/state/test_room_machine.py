@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from profiles import sized
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.accounting.regions import TIER
+from vllm_omni_session_state.accounting.allocations import TIER
 from vllm_omni_session_state.accounting.release import Watch
 from vllm_omni_session_state.base.errors import (
     CannotParkError,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
-from vllm_omni_session_state.accounting import append_tracking
+from vllm_omni_session_state.accounting import append_list
 from vllm_omni_session_state.adapters.video_latents import FIELD, Policy, whole
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
 from vllm_omni_session_state.base.ids import display_id
@@ -26,13 +26,13 @@ class Walked:
         self.manager = SessionStateManager(declaration=declaration, disk=disk)
         self.policy = Policy(spiller=self.manager.offloader.spiller, last=last)
         self.items = 0
-        footprint = append_tracking.footprint
+        walk = append_list.owned_allocations
 
         def counted(*values):
             self.items += len(values)
-            return footprint(*values)
+            return walk(*values)
 
-        monkeypatch.setattr(append_tracking, "footprint", counted)
+        monkeypatch.setattr(append_list, "owned_allocations", counted)
 
     def step(self):
         with self.manager.lease("a") as session:

@@ -1,4 +1,4 @@
-"""Whose bytes are where: the ledgers of one manager, settled as sessions change and read at no cost.
+"""Whose bytes are where: what each session of one manager holds, and ledgers of it.
 
 Ledgers stand apart where their bytes answer different questions: what the table's sessions hold, and of it
 what lies on the device with nobody using it, what lies in host memory by its role, and what is parked there;
@@ -6,9 +6,12 @@ what sessions hold that left the table while somebody still uses them; what is s
 a session outside of it. A session is an owner by its serial number, so that one that left the table and a
 newer one under its key are two.
 
+A session that is used changes at every step, and only some ask for totals. So what it holds is noted at
+once, and the ledgers follow when somebody asks; asking changes them.
+
 Not locked: the manager holds its lock around every call. The one exception is the end of a detached
 session, which the garbage collector may announce at any time in any thread: its serial number waits in
-a queue until the next call.
+a queue until somebody asks.
 """
 
 from __future__ import annotations
@@ -17,137 +20,113 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
-from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog
+from vllm_omni_session_state.accounting.allocations import HOST, TIER, Allocation, nbytes_by_device
+from vllm_omni_session_state.accounting.append_list import AllocationLog
 from vllm_omni_session_state.accounting.ledger import Ledger
-from vllm_omni_session_state.accounting.regions import HOST, TIER, Region
 
 
-class _Late:
-    """A ledger that is brought up to date when somebody asks it.
+class Held(NamedTuple):
+    """What one session is charged for.
 
-    Sessions come and go in it at every step, and only who enforces a budget asks; asking changes it, so it
-    wants the lock as well.
+    Attributes:
+        device: What its model keeps on the device.
+        host: What its model keeps in host memory.
+        parcel: What is parked there; the tier counts it itself against the budget that both share.
+        engine: What it holds in an engine's pool, which counts as the session's and towards no budget.
+        staged: What is staged.
+        log: What its growing lists hold beside that, in one of the two.
+        log_on_host: Whether that is host memory.
     """
 
-    __slots__ = ("_later", "_ledger")
+    device: tuple[Allocation, ...] = ()
+    host: tuple[Allocation, ...] = ()
+    parcel: tuple[Allocation, ...] = ()
+    engine: tuple[Allocation, ...] = ()
+    staged: tuple[Allocation, ...] = ()
+    log: AllocationLog | None = None
+    log_on_host: bool = False
 
-    def __init__(self) -> None:
-        self._ledger = Ledger()
-        self._later: dict[
-            int, tuple[tuple[Region, ...], RegionLog | None] | None
-        ] = {}  # ``None``: to be released
+    @property
+    def all(self) -> tuple[Allocation, ...]:
+        """All but what is staged, and the log; some of it may be there twice."""
+        return self.device + self.host + self.parcel + self.engine
 
-    def __contains__(self, owner: int) -> bool:
-        return self._later[owner] is not None if owner in self._later else owner in self._ledger
 
-    def charge(self, owner: int, regions: tuple[Region, ...], pile: RegionLog | None = None) -> None:
-        """As the ledger's, later."""
-        self._later[owner] = regions, pile
-
-    def release(self, owner: int) -> None:
-        """As the ledger's, later."""
-        self._later[owner] = None
-
-    def forget(self, owner: int) -> None:
-        """Release an owner that does not come back, if it is there, now."""
-        self._later.pop(owner, None)
-        if owner in self._ledger:
-            self._ledger.release(owner)
-
-    def told(self) -> Ledger:
-        """The ledger, up to date."""
-        while self._later:
-            owner, held = next(iter(self._later.items()))
-            if held is not None:
-                self._ledger.charge(owner, *held)
-            elif owner in self._ledger:
-                self._ledger.release(owner)
-            del self._later[owner]
-        return self._ledger
+_NOTHING = Held()
 
 
 class Accounts:
     """The charges of a manager's sessions."""
 
-    __slots__ = ("_detached", "_ended", "_host", "_idle", "_outside", "_parked", "_staged", "_table")
+    __slots__ = (
+        *("_changed", "_detached", "_ended", "_held", "_in_detached", "_in_idle", "_in_host", "_in_parked"),
+        *("_in_staged", "_in_table", "_outside", "_unused"),
+    )
 
     def __init__(self) -> None:
-        self._table = Ledger()
-        self._idle = _Late()
-        self._host = _Late()
-        self._parked = Ledger()
-        self._detached = Ledger()
-        self._staged = Ledger()
-        self._outside = Ledger()
+        self._held: dict[int, Held] = {}  # of every session
+        self._detached: set[int] = set()  # those that left the table
+        self._unused: set[int] = set()  # those that are on the device with nobody using them
+        self._changed: set[int] = set()  # those of which the ledgers do not know
         self._ended: deque[int] = deque()
+        self._in_table = Ledger()
+        self._in_idle = Ledger()
+        self._in_host = Ledger()
+        self._in_parked = Ledger()
+        self._in_detached = Ledger()
+        self._in_staged = Ledger()
+        self._outside = Ledger()
 
     def open(self, owner: int) -> None:
-        """A session of the table begins, holding nothing."""
-        for ledger in (self._table, self._idle, self._host, self._staged):
-            ledger.charge(owner, ())
+        """A session of the table begins, holding nothing, with nobody using it."""
+        self._held[owner] = _NOTHING
+        self._unused.add(owner)
 
-    def settle(
-        self,
-        owner: int,
-        *,
-        device: tuple[Region, ...] = (),
-        host: tuple[Region, ...] = (),
-        parcel: tuple[Region, ...] = (),
-        engine: tuple[Region, ...] = (),
-        staged: tuple[Region, ...] = (),
-        growth: Appended | None = None,
-        growth_on_host: bool = False,
-    ) -> None:
-        """Replace a session's charge by what it holds now; one that has ended is charged no more.
-
-        Args:
-            owner: The session's serial number.
-            device: What its model keeps on the device.
-            host: What its model keeps in host memory.
-            parcel: What is parked there; the tier counts it itself against the budget that both share.
-            engine: What it holds in an engine's pool, which counts as the session's and towards no budget.
-            staged: What is staged.
-            growth: What its growing lists hold beside that, in one of the two.
-            growth_on_host: Whether that is host memory.
-        """
-        self._close_ended()
-        pile = None
-        if growth is not None:
-            growth.join()
-            pile = growth.pile
-        if owner in self._table:
-            rest = host + parcel + engine
-            self._table.charge(owner, device + rest if rest else device, pile)
-            self._host.charge(owner, host, pile if growth_on_host else None)
-            if parcel:
-                self._parked.charge(owner, parcel)
-            elif owner in self._parked:
-                self._parked.release(owner)
-            if owner in self._idle:
-                self._idle.charge(owner, device, None if growth_on_host else pile)
-        elif owner in self._detached:
-            rest = host + engine
-            self._detached.charge(owner, device + rest if rest else device, pile)
-        else:
-            return
-        self._staged.charge(owner, staged)
+    def settle(self, owner: int, held: Held) -> None:
+        """Replace a session's charge by what it holds now; one that has ended is charged no more."""
+        if owner in self._held:
+            self._held[owner] = held
+            self._changed.add(owner)
 
     def lease(self, owner: int) -> None:
         """Somebody uses a session: it is no candidate to leave the device."""
-        self._idle.release(owner)
+        self._unused.discard(owner)
+        self._changed.add(owner)
 
-    def idle(self, owner: int, device: tuple[Region, ...], pile: RegionLog | None = None) -> None:
-        """Nobody uses a session any more; what it holds on the device, with a pile of it."""
-        self._idle.charge(owner, device, pile)
+    def idle(self, owner: int) -> None:
+        """Nobody uses a session any more."""
+        self._unused.add(owner)
+        self._changed.add(owner)
+
+    def detach(self, owner: int, session: object) -> None:
+        """A session leaves the table; its charge lives on for as long as somebody holds it."""
+        self._close_ended()
+        self._detached.add(owner)
+        self.lease(owner)
+        weakref.finalize(session, self._ended.append, owner).atexit = False
+
+    def close(self, owner: int) -> None:
+        """A session ends, and the ledgers let go of it."""
+        self._held.pop(owner, None)
+        self._detached.discard(owner)
+        self.lease(owner)
+        self._charge(owner)
+
+    def charge_outside(self, name: str, allocations: tuple[Allocation, ...]) -> None:
+        """Say what vLLM-Omni keeps under ``name`` beside the sessions; none: nothing any more."""
+        self._outside.charge(name, allocations)
 
     def idle_nbytes(self) -> int:
         """Bytes on the device of the sessions that nobody uses."""
-        return sum(self._idle.told().nbytes_by_device().values())
+        self._tell()
+        return sum(self._in_idle.nbytes_by_device().values())
 
     def freed_without(self, owners: Iterable[int]) -> int:
         """Bytes that would leave the device if all of these idle sessions did."""
-        return sum(self._idle.told().freed_without(owners).values())
+        self._tell()
+        return sum(self._in_idle.freed_without(owners).values())
 
     def host_nbytes(self, *, without: Iterable[int] = ()) -> int:
         """Bytes that the models of all sessions of the table keep in host memory, beside what is parked.
@@ -155,42 +134,29 @@ class Accounts:
         Args:
             without: Sessions that would not be there.
         """
-        host = self._host.told()
-        return sum(host.nbytes_by_device().values()) - sum(host.freed_without(without).values())
-
-    def detach(self, owner: int, session: object) -> None:
-        """A session leaves the table; its charge lives on for as long as somebody holds it."""
-        self._close_ended()
-        self._detached.charge(owner, self._table.regions(owner))
-        self._forget(owner)
-        weakref.finalize(session, self._ended.append, owner).atexit = False
-
-    def close(self, owner: int) -> dict[str, int]:
-        """A session of the table ends; returns the bytes by device that no other one reaches."""
-        self._staged.release(owner)
-        return self._forget(owner)
-
-    def charge_outside(self, name: str, regions: Iterable[Region]) -> None:
-        """Say what vLLM-Omni keeps under ``name`` beside the sessions; no regions: nothing any more."""
-        self._outside.charge(name, regions)
+        self._tell()
+        gone = self._in_host.freed_without(without)
+        return sum(self._in_host.nbytes_by_device().values()) - sum(gone.values())
 
     def held_by(self, owner: int) -> dict[str, int]:
-        """Bytes by device of one session of the table; what it shares with others counts."""
-        return self._table.owner_nbytes(owner)
+        """Bytes by device of one session; what it shares with others counts."""
+        held = self._held[owner]
+        return nbytes_by_device(set(held.all)) if held.log is None else held.log.nbytes_with(held.all)
 
     def held_by_device(self) -> dict[str, int]:
-        """Bytes of the table's sessions by device, each region once."""
-        return self._table.nbytes_by_device()
+        """Bytes of the table's sessions by device, each allocation once."""
+        self._tell()
+        return self._in_table.nbytes_by_device()
 
     def held_by_tier(self) -> dict[tuple[str, str, str], int]:
-        """Bytes of the table's sessions by tier, kind and device, each region once.
+        """Bytes of the table's sessions by tier, kind and device, each allocation once.
 
         The host tier is what models keep in host memory by its role, ``live``, and what is ``parked`` there;
         what else the sessions hold is of the tier ``device``, on whatever device it lies.
         """
         found = {("host", "live", HOST): 0, ("host", "parked", HOST): 0}
         rest = self.held_by_device()
-        for kind, ledger in (("live", self._host.told()), ("parked", self._parked)):
+        for kind, ledger in (("live", self._in_host), ("parked", self._in_parked)):
             for device, count in ledger.nbytes_by_device().items():
                 found["host", kind, device] = count
                 rest[device] -= count  # of a part of what the table's ledger holds
@@ -199,47 +165,60 @@ class Accounts:
 
     def figures(self) -> dict[str, int]:
         """All totals in bytes, under the keys that ``SessionStateManager.stats()`` has."""
-        self._close_ended()
         by_device = self.held_by_device()
         return {
             "total_nbytes": sum(by_device.values()),
             **{f"nbytes:{device}": count for device, count in sorted(by_device.items())},
             **{f"{TIER}{':'.join(where)}": count for where, count in self.held_by_tier().items()},
-            "shared_nbytes": sum(self._table.shared_nbytes_by_device().values()),
-            "staged_nbytes": sum(self._staged.nbytes_by_device().values()),
-            "detached_sessions": len(self._detached.owners()),
-            "detached_nbytes": sum(self._detached.nbytes_by_device().values()),
+            "shared_nbytes": sum(self._in_table.shared_nbytes_by_device().values()),
+            "staged_nbytes": sum(self._in_staged.nbytes_by_device().values()),
+            "detached_sessions": len(self._detached),
+            "detached_nbytes": sum(self._in_detached.nbytes_by_device().values()),
             "outside": sum(self._outside.nbytes_by_device().values()),
         }
 
     def check(self, owners: Iterable[int], *, idle: AbstractSet[int]) -> None:
-        """Assert that every ledger is sound, the table's of exactly these owners, the idle one of these."""
-        self._close_ended()
-        on_host, on_device = self._host.told(), self._idle.told()
-        ledgers = (self._table, on_device, on_host, self._parked, self._detached, self._staged, self._outside)
-        for ledger in ledgers:
+        """Assert that every ledger is sound, and that these are the table's sessions and the idle ones."""
+        self._tell()
+        table = self._held.keys() - self._detached
+        assert table == set(owners), "the accounts and the table speak of different sessions"
+        assert self._detached <= self._held.keys(), "detached bytes of nobody"
+        assert self._unused == idle, "idle bytes of nobody"
+        for ledger, those in (
+            (self._in_table, table),
+            (self._in_idle, idle),
+            (self._in_host, table),
+            (self._in_parked, table),
+            (self._in_detached, self._detached),
+            (self._in_staged, self._held.keys()),
+        ):
             ledger.check()
+            assert ledger.owners() <= those, f"bytes of nobody: {ledger.owners() - those}"
+        self._outside.check()
         tiers = self.held_by_tier()
         assert min(tiers.values()) >= 0, f"less than nothing in a tier: {tiers}"
         assert sum(tiers.values()) == sum(self.held_by_device().values()), "the tiers hold another sum"
-        assert set(self._parked.owners()) <= set(self._table.owners()), "parked bytes of nobody"
-        assert set(on_host.owners()) == set(self._table.owners()), "host bytes of nobody"
-        assert set(on_device.owners()) == idle, "idle bytes of nobody"
-        assert set(self._table.owners()) == set(owners), (
-            "the ledger and the table speak of different sessions"
-        )
-        everybody = {*self._table.owners(), *self._detached.owners()}
-        assert set(self._staged.owners()) == everybody, "staged bytes of nobody"
-
-    def _forget(self, owner: int) -> dict[str, int]:
-        self._idle.forget(owner)
-        self._host.forget(owner)
-        if owner in self._parked:
-            self._parked.release(owner)
-        return self._table.release(owner)
 
     def _close_ended(self) -> None:
         while self._ended:
-            owner = self._ended.popleft()
-            self._detached.release(owner)
-            self._staged.release(owner)
+            self.close(self._ended[0])
+            self._ended.popleft()
+
+    def _tell(self) -> None:
+        """Bring the ledgers up to date."""
+        self._close_ended()
+        while self._changed:
+            self._charge(next(iter(self._changed)))
+
+    def _charge(self, owner: int) -> None:
+        held = self._held.get(owner, _NOTHING)
+        inside = _NOTHING if owner in self._detached else held
+        outside = held if owner in self._detached else _NOTHING
+        idle = held if owner in self._unused else _NOTHING
+        self._in_table.charge(owner, inside.all, inside.log)
+        self._in_host.charge(owner, inside.host, inside.log if inside.log_on_host else None)
+        self._in_parked.charge(owner, inside.parcel)
+        self._in_idle.charge(owner, idle.device, None if idle.log_on_host else idle.log)
+        self._in_detached.charge(owner, outside.all, outside.log)
+        self._in_staged.charge(owner, held.staged)
+        self._changed.discard(owner)  # not before: the process may be stopped on the way

@@ -1,20 +1,32 @@
-"""A list that knows how much of it has only been appended to, so that this much need not be looked at again.
+"""Lists that are mostly appended to: what their leading items reach is charged once and not walked again.
 
-It is a real list (``torch.cat`` takes a subclass), and behaves as one in every way, equality, copies and
-pickles included; a copy is a plain list. It sees what is done through its own methods: C code that writes
-into a list past them (``heapq``, ``list.sort(chunks)``) is not noticed.
+An ``AppendTrackedList`` knows how much of it has only been appended to. What these items reach stays in an
+``AllocationLog``, of which each ledger knows by a number how much it has charged, so that a settlement looks
+at what came behind them. Once one of a session's lists is changed in another way, is replaced or goes, its
+log is left, and a new one begins with a walk of all.
+
+Only plain tensors join: what they reach stays as it is. A list of something else is walked to its end each
+time, from the first item that is no plain tensor on. Each item that joins counts for itself.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from operator import is_
 from typing import Any, TypeVar
 
+import torch
+
+from vllm_omni_session_state.accounting.allocations import Allocation
+from vllm_omni_session_state.accounting.footprint import owned_allocations
+
 ItemT = TypeVar("ItemT")
+
+SHORT = 16
+"""Items of a list that costs less to walk each time than to keep account of."""
 
 _DISTURB = (
     "__init__ __setitem__ __delitem__ __imul__ clear insert pop remove reverse sort".split()  # noqa: SIM905
@@ -34,7 +46,11 @@ class StablePrefix:
 
 
 class AppendTrackedList(list[ItemT]):
-    """A list that is mostly appended to.
+    """A list that knows whether it was only appended to.
+
+    It is a real list (``torch.cat`` takes a subclass), and behaves as one in every way, equality, copies and
+    pickles included; a copy is a plain list. It sees what is done through its own methods: C code that writes
+    into a list past them (``heapq``, ``list.sort(chunks)``) is not noticed.
 
     Attributes:
         run: What somebody has noted of it; ``None`` once it was changed otherwise than by appending.
@@ -73,3 +89,96 @@ def _disturbing(name: str) -> Callable[..., Any]:
 
 for _name in _DISTURB:
     setattr(AppendTrackedList, _name, _disturbing(_name))
+
+
+class AllocationLog:
+    """Different allocations in the order of their arrival; none ever leaves.
+
+    Attributes:
+        runs: Of each list how much the log covers.
+        order: The allocations.
+        known: The same.
+        nbytes_by_device: Their bytes.
+    """
+
+    __slots__ = ("known", "nbytes_by_device", "order", "runs")
+
+    def __init__(self, runs: Sequence[StablePrefix] = ()) -> None:
+        self.runs = runs
+        self.order: list[Allocation] = []
+        self.known: set[Allocation] = set()
+        self.nbytes_by_device: dict[str, int] = {}
+
+    def add(self, allocations: Iterable[Allocation]) -> None:
+        """Note those that are not there yet."""
+        for each in allocations:
+            if each not in self.known:
+                self.known.add(each)
+                self.order.append(each)
+                self.nbytes_by_device[each.device] = self.nbytes_by_device.get(each.device, 0) + each.nbytes
+
+    def nbytes_with(self, allocations: Iterable[Allocation]) -> dict[str, int]:
+        """Bytes by device of the log and of ``allocations`` together."""
+        found = dict(self.nbytes_by_device)
+        for device, _, nbytes in set(allocations) - self.known:
+            found[device] = found.get(device, 0) + nbytes
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What a walk of some growing lists found behind what their log covers.
+
+    Attributes:
+        log: Where it belongs.
+        counts: How many leading items of each list the log covers with it.
+        found: What these reach.
+        rest: Items that cannot join, to be walked each time.
+    """
+
+    log: AllocationLog
+    counts: tuple[int, ...]
+    found: list[Allocation]
+    rest: list[Any]
+
+    def join(self) -> None:
+        """Put it into the log; twice is once, and an older walk takes nothing back. Lock held."""
+        self.log.add(self.found)
+        for run, count in zip(self.log.runs, self.counts, strict=True):
+            run.count = max(run.count, count)
+
+
+def scan_appended(lists: Sequence[AppendTrackedList[Any]], log: AllocationLog | None) -> Appended:
+    """Walk what is new in some growing lists.
+
+    Args:
+        lists: All of them; if they are not exactly those of ``log``, as they were but for what was
+            appended, everything in them is new.
+        log: That of the last walk.
+    """
+    if log is None or [each.run for each in lists] != log.runs:
+        log = AllocationLog([each.begin() for each in lists])
+    joining: list[Any] = []
+    rest: list[Any] = []
+    counts: list[int] = []
+    for each, run in zip(lists, log.runs, strict=True):
+        covered = run.count
+        new = each[covered:]
+        plain = list(takewhile(is_plain, new))
+        joining += plain
+        rest += new[len(plain) :]
+        counts.append(covered + len(plain))
+    return Appended(log, tuple(counts), [found for _, found in owned_allocations(*joining)], rest)
+
+
+def is_plain(item: object) -> bool:
+    """Whether this is a tensor that keeps nothing alive but one storage, which stays its own."""
+    return (
+        type(item) is torch.Tensor
+        and item.layout is torch.strided
+        and not item.requires_grad
+        and not item.__dict__
+        and item.grad is None
+        and not item.is_quantized
+        and not item.is_nested
+    )

@@ -1,17 +1,13 @@
-"""The footprint of a value: every region of memory that the value keeps alive, and where.
+"""The footprint of a value: every allocation that the value keeps alive.
 
-The only file that looks inside tensors and arrays. It covers tensors of every layout, NumPy arrays of
-every origin, buffers, containers, dataclasses, a ``Union`` of known regions, and types that somebody
-registered. At modules, functions, classes, locks, threads, generators and any other instance the walk
-stops, counts 0 bytes and reports the type, so that one reference to a pipeline never counts its weights.
+It covers tensors of every layout, NumPy arrays of every origin, buffers, containers, dataclasses, ``Blocks``
+of an engine, and types that somebody registered. At any other instance the walk stops, counts 0 bytes and
+reports the type, so that one reference to a pipeline never counts its weights. What a container holds is
+asked of the garbage collector, whose traversal runs no line of the value's own code.
 
-Two rules keep it exact and keep it from crashing:
-
-* **What a container holds is asked of the garbage collector, not of the container.** Its C traversal
-  lists what the object refers to, in one step and without a line of the value's own code: a lying
-  ``__len__``, a lazy ``__getitem__`` or a dict that grows meanwhile cannot matter.
-* **An address says it all.** A view leads to its owner, and a region is the owner's extent. Where Python
-  does not know the owner (torch over part of a NumPy array), the value's own extent counts.
+A view leads to its owner, and an allocation is the owner's extent. Where Python does not know the owner
+(torch over part of a NumPy array), the value's own extent is the allocation; one that lies within another
+one of the same walk is that one.
 """
 
 from __future__ import annotations
@@ -31,19 +27,21 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_omni_session_state.accounting import regions
-from vllm_omni_session_state.accounting.regions import HOST, PINNED, Region, Union, as_region
+from vllm_omni_session_state.accounting import allocations as counted
+from vllm_omni_session_state.accounting.allocations import HOST, PINNED, Allocation, Blocks, as_allocation
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _NoTorchFunction: Any = torch._C.DisableTorchFunction  # noqa: SLF001  # the public one leaves modes on
 _referents = gc.get_referents
+_length = itemgetter(2)
 
 _PLAIN: frozenset[type] = frozenset(
     {type(None), type(...), type(NotImplemented), bool, int, float, complex, str, range}
@@ -80,26 +78,25 @@ _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams
 _registered: dict[type, Callable[[Any], Iterable[object]]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """What some values keep alive.
 
     Attributes:
-        regions: Disjoint regions, sorted by device and address.
+        allocations: Each once, sorted by device and address; an engine's blocks last.
         opaque: Qualified names of the types at which the walk stopped without seeing inside.
     """
 
-    regions: tuple[Region, ...]
+    allocations: tuple[Allocation, ...]
     opaque: frozenset[str]
 
     @property
     def nbytes(self) -> int:
         """Bytes on all devices together."""
-        return sum([nbytes for _, _, nbytes in self.regions])
+        return sum(map(_length, self.allocations))
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes per device; a device with none is absent."""
-        return regions.nbytes_by_device(self.regions)
+        return counted.nbytes_by_device(self.allocations)
 
 
 NOTHING = Footprint((), frozenset())
@@ -110,8 +107,7 @@ def register_children(kind: type, children: Callable[[Any], Iterable[object]]) -
 
     Args:
         kind: The class; its subclasses follow unless registered themselves. A later call replaces.
-        children: Hands out the values that an instance holds; ``lambda value: ()`` says that nothing
-            in it belongs to a session. If it raises, the instance is reported as opaque.
+        children: Hands out the values that an instance holds. If it raises, the instance is opaque.
 
     Raises:
         TypeError: ``kind`` is not a class.
@@ -125,39 +121,43 @@ def register_children(kind: type, children: Callable[[Any], Iterable[object]]) -
 
 
 def footprint(*values: object) -> Footprint:
-    """The union, per device, of the memory regions reachable from ``values``.
+    """The allocations that are reachable from ``values``, by one walk.
 
-    No value makes it raise: what cannot be looked at is reported as opaque. It changes no value and
-    runs no code of a value, but for ``__tensor_flatten__`` and what ``register_children`` was given.
+    No value makes it raise, none is changed, and no code of one is run but for ``__tensor_flatten__`` and
+    what ``register_children`` was given.
     """
-    walk = _Walk(values)
-    return Footprint(regions.union(walk.spans), frozenset(walk.opaque))
+    walk = _Walk(list(values))
+    with _NoTorchFunction():
+        walk.run()
+    found = counted.distinct(walk.spans)
+    if walk.blocks:
+        found += tuple(sorted(set(walk.blocks)))
+    return Footprint(found, frozenset(walk.opaque))
 
 
-def owned_regions(*values: object) -> list[tuple[Any, Region]]:
-    """Who owns what ``values`` keep alive: each storage, array or buffer with its region.
+def owned_allocations(*values: object) -> list[tuple[Any, Allocation]]:
+    """Who owns what ``values`` keep alive: each storage, array or buffer with its allocation.
 
-    For whoever wants to know later whether they are gone. Regions may overlap, and an owner met through
-    several views stands there as often. Of ``bytes`` and ``bytearray`` Python makes no weak references.
+    One that lies within another stands there too, and an owner met through several views as often.
     """
     owners: list[Any] = []
-    return list(zip(owners, map(as_region, _Walk(values, owners).spans), strict=True))
+    walk = _Walk(list(values), owners)
+    with _NoTorchFunction():
+        walk.run()
+    return list(zip(owners, map(as_allocation, walk.spans), strict=True))
 
 
+@dataclass(slots=True)
 class _Walk:
     """One walk: what is still to be looked at, and what was found."""
 
-    __slots__ = ("opaque", "owners", "seen", "spans", "stack")
-
-    def __init__(self, values: Iterable[object], owners: list[Any] | None = None) -> None:
-        self.stack: list[Any] = list(values)
-        # By identity, and held: an object that dies during the walk would lend its id to another.
-        self.seen: dict[int, object] = {}
-        self.spans: list[tuple[str, int, int]] = []
-        self.owners = owners  # of each span, for whoever asks
-        self.opaque: set[str] = set()
-        with _NoTorchFunction():
-            self.run()
+    stack: list[Any]
+    owners: list[Any] | None = None  # of each span, for whoever asks
+    # By identity, and held: an object that dies during the walk would lend its id to another.
+    seen: dict[int, object] = field(default_factory=dict)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    blocks: list[Allocation] = field(default_factory=list)
+    opaque: set[str] = field(default_factory=set)
 
     def run(self) -> None:  # noqa: C901, PLR0912  # the usual kinds stand here: a call costs as much again
         stack, seen, spans, owners = self.stack, self.seen, self.spans, self.owners
@@ -225,9 +225,8 @@ class _Walk:
             self.storage(value)
         elif kind is StridedView or issubclass(kind, torch.TypedStorage):
             self.stack.append(value.base if kind is StridedView else value._untyped_storage)  # noqa: SLF001
-        elif kind is Union:  # memory that somebody has found already
-            for region in value:
-                self.claim(value, *region)
+        elif kind is Blocks:
+            self.blocks += value
         elif not issubclass(kind, torch.nn.Module) and (issubclass(kind, _PLAIN_BASES) or _opens(kind)):
             self.attributes(value)
         elif not issubclass(kind, _ATOMS):

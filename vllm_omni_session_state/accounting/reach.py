@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni_session_state.accounting.append_list import AppendTrackedList
+from vllm_omni_session_state.accounting.allocations import Allocation
+from vllm_omni_session_state.accounting.append_list import AppendTrackedList, is_plain
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.identity_cache import is_plain
-from vllm_omni_session_state.accounting.regions import Region
 
 MOST = 200_000
 """Objects that are looked at. It bounds what a session costs that refers to half of the process."""
@@ -46,12 +45,12 @@ class Reach:
 
     Attributes:
         objects: By identity; held, so that no identity is used twice meanwhile. Atoms are left out.
-        regions: The memory that they keep alive, disjoint and sorted.
+        allocations: The memory that they keep alive, each once.
         complete: Whether that is all; not where there were more than ``MOST``, or one could not be looked at.
     """
 
     objects: dict[int, object]
-    regions: tuple[Region, ...]
+    allocations: tuple[Allocation, ...]
     complete: bool
 
 
@@ -71,7 +70,7 @@ def reach(values: Iterable[object]) -> Reach:
             except Exception:  # noqa: BLE001 - whatever it raised
                 complete = False
     memory = [value for value in met.values() if issubclass(type(value), _MEMORY)]
-    return Reach(met, footprint(*memory).regions, complete)
+    return Reach(met, footprint(*memory).allocations, complete)
 
 
 def _referents(value: Any, kind: type) -> list[Any]:

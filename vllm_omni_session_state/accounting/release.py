@@ -1,7 +1,7 @@
 """What a release really freed, judged afterwards.
 
 Use counts lie (a view, an alias, a caller that kept a reference), so nothing is inferred from them: the
-owner of each region is watched through a weak reference, the content is let go, and then the owners are
+owner of each allocation is watched through a weak reference, the content is let go, and then the owners are
 asked whether they are gone.
 """
 
@@ -14,31 +14,26 @@ from typing import Any, cast
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vllm_omni_session_state.accounting.footprint import owned_regions
-from vllm_omni_session_state.accounting.regions import Region, union
+from vllm_omni_session_state.accounting.allocations import Allocation, distinct
+from vllm_omni_session_state.accounting.footprint import owned_allocations
 
 
 class Watch:
-    """The regions of some values, each with a way to ask whether its owners are gone.
-
-    It keeps none of the values alive.
-    """
+    """The allocations of some values, each with a way to ask whether its owner is gone."""
 
     __slots__ = ("_gone",)
 
     def __init__(self, *values: object) -> None:
-        self._gone: list[tuple[Region, Callable[[], bool]]] = [
-            (region, _question(owner)) for owner, region in owned_regions(*values)
-        ]
+        self._gone = [(each, _question(owner)) for owner, each in owned_allocations(*values)]
 
-    def alive(self) -> tuple[Region, ...]:
-        """The regions of which an owner is still there; disjoint."""
-        return union(region for region, gone in self._gone if not gone())
+    def alive(self) -> tuple[Allocation, ...]:
+        """The allocations of which an owner is still there."""
+        return distinct([each for each, gone in self._gone if not gone()])
 
     def freed(self) -> int:
         """Bytes that were there when the watch began and are not any more."""
-        before = sum(region.nbytes for region in union(region for region, _ in self._gone))
-        return before - sum(region.nbytes for region in self.alive())
+        before = distinct([each for each, _ in self._gone])
+        return sum(each.nbytes for each in before) - sum(each.nbytes for each in self.alive())
 
 
 def _question(owner: Any) -> Callable[[], bool]:

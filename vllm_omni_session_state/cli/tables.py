@@ -193,7 +193,7 @@ def show_session(found: Mapping[str, Any]) -> None:
     if found["answered"] != [0]:
         named = "replica" if found["home"] is not None else "replicas"
         state += f", {named} {', '.join(map(str, found['replicas']))}"
-    console.print(Text(f"{state}: {held or 'nothing'}, each region once{note}", "dim"))
+    console.print(Text(f"{state}: {held or 'nothing'}, each allocation once{note}", "dim"))
     if found["home"] is None:
         console.print(Text(f"{DIFFER} {SPLIT}", "yellow"))
 

@@ -6,71 +6,56 @@ It costs as much as what changes: of a list that is only appended to, what came 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
-from vllm_omni_session_state.accounting.append_tracking import Appended, RegionLog, scan_appended
+from vllm_omni_session_state.accounting.accounts import Held
+from vllm_omni_session_state.accounting.append_list import scan_appended
 from vllm_omni_session_state.accounting.footprint import NOTHING, footprint
-from vllm_omni_session_state.accounting.regions import Region
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.host_tier import HostAllocation
 from vllm_omni_session_state.offload.parking import Parked
-from vllm_omni_session_state.state.session import Declaration, SessionState, host_fields
+from vllm_omni_session_state.state.session import Declaration, SessionState
+
+_NONE: frozenset[str] = frozenset()
 
 
-def charge_session(
-    session: SessionState, table: Table, declaration: Declaration | None
-) -> tuple[tuple[Region, ...], RegionLog | None]:
+def charge_session(session: SessionState, table: Table, declaration: Declaration | None) -> None:
     """Charge a session. Never raises: it runs after a forward's own body.
 
     Args:
         session: Whose.
         table: With the accounts; its lock is taken.
         declaration: What the model declared of one session.
-
-    Returns:
-        What its model keeps on the device, and the pile of what it keeps there as well.
     """
-    try:
-        return _settle(session, table, declaration)
-    except BaseException:  # the process is stopped, and the pile may be half of what it should be
-        session.pile = None
-        raise
-
-
-def _settle(
-    session: SessionState, table: Table, declaration: Declaration | None
-) -> tuple[tuple[Region, ...], RegionLog | None]:
-    on_device, on_host, engine = session.roles(host_fields(declaration))
+    device, host, engine, staged = session.roles(_NONE if declaration is None else declaration.host_fields)
     # One role's lists may grow; lists of the other one beside them are walked as any value is.
-    growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
+    growing, still = (host, device) if host.lists else (device, host)
     still.values.extend(still.lists)
-    growth: Appended | None = None
+    last, session.log = session.log, None  # the process may be stopped, and leave half of what it should be
+    appended = None
     if growing.lists:
-        growth = scan_appended(growing.lists, session.pile)
-        growing.values.extend(growth.rest)
-    session.pile = pile = None if growth is None else growth.pile
-    device = footprint(*on_device.values)
-    host = footprint(*on_host.values) if on_host.values else NOTHING
-    owned = footprint(*engine.values) if engine.values else NOTHING
-    staged = session.staged_footprint()
+        appended = scan_appended(growing.lists, last)
+        growing.values.extend(appended.rest)
+    on_device = footprint(*device.values)
+    on_host = footprint(*host.values) if host.values else NOTHING
+    in_pool = footprint(*engine) if engine else NOTHING
+    in_window = footprint(*staged) if staged else NOTHING
     with table.lock:
-        table.accounts.settle(
-            session.serial,
-            device=device.regions,
-            host=host.regions,
-            engine=owned.regions,
-            staged=staged.regions,
-            growth=growth,
-            growth_on_host=growing is on_host,
+        if appended is not None:
+            appended.join()
+            session.log = appended.log
+        held = Held(
+            device=on_device.allocations,
+            host=on_host.allocations,
+            engine=in_pool.allocations,
+            staged=in_window.allocations,
+            log=session.log,
+            log_on_host=growing is host,
         )
+        table.accounts.settle(session.serial, held)
         table.note(session.key)
-    if growing is on_host:
-        pile = None
-    found = NOTHING if growth is None else growth.found
-    for kind in device.opaque | host.opaque | owned.opaque | staged.opaque | found.opaque:
+    for kind in on_device.opaque | on_host.opaque | in_pool.opaque | in_window.opaque:
         log_once(
             logging.WARNING,
             ("opaque", kind),
@@ -78,14 +63,11 @@ def _settle(
             "footprint.register_children() opens a type",
             kind,
         )
-    if declaration is not None:
-        nbytes = device.nbytes if pile is None else pile.nbytes_with(device.regions)
-        _compare(session, nbytes, declaration.device_nbytes)
-    return device.regions, pile
-
-
-def _compare(session: SessionState, nbytes: int, declared: int) -> None:
-    if nbytes > declared:
+    if held.log is None or held.log_on_host:
+        nbytes = on_device.nbytes
+    else:
+        nbytes = sum(held.log.nbytes_with(held.device).values())
+    if declaration is not None and nbytes > declaration.device_nbytes:
         log_once(
             logging.WARNING,
             ("declared",),
@@ -93,24 +75,14 @@ def _compare(session: SessionState, nbytes: int, declared: int) -> None:
             "little, and a full pool can run out of memory",
             display_id(session.key),
             nbytes,
-            declared,
+            declaration.device_nbytes,
         )
 
 
-class Charge(NamedTuple):
-    """What a parked session holds: in place, in host memory by its model, and parked there."""
-
-    device: tuple[Region, ...]
-    host: tuple[Region, ...]
-    parcel: tuple[Region, ...]
-
-    def charge(self, table: Table, serial: int) -> None:
-        """Tell the accounts. Lock held."""
-        table.accounts.settle(serial, device=self.device, host=self.host, parcel=self.parcel)
-
-
-def charge_of(entry: Entry, parked: Parked) -> Charge:
-    """What the session of that entry holds, parked like that."""
+def charge_of(session: SessionState, parked: Parked) -> Held:
+    """What a session holds that is parked like that."""
     slab = parked.held.slab if isinstance(parked.held, HostAllocation) else None
-    values = (*parked.in_place(entry.session), (slab,))
-    return Charge(*(footprint(*each).regions for each in values))
+    device, host = parked.in_place(session)
+    return Held(
+        *(footprint(*device).allocations, footprint(*host).allocations), parcel=footprint(slab).allocations
+    )

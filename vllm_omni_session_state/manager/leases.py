@@ -7,8 +7,6 @@ holds, and is the most recently used one.
 
 from __future__ import annotations
 
-from vllm_omni_session_state.accounting.append_tracking import RegionLog
-from vllm_omni_session_state.accounting.regions import Region
 from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
@@ -117,9 +115,8 @@ class Leases:
         entry = self._table.entries.get(key)
         if entry is None or lease not in entry.leases:
             return False
-        held: tuple[tuple[Region, ...], RegionLog | None] = (), None
         try:
-            held = charge_session(entry.session, self._table, self._offloader.declaration)
+            charge_session(entry.session, self._table, self._offloader.declaration)
         finally:
-            ended = finished(lambda: self._table.end_lease(entry, lease, *held))
+            ended = finished(lambda: self._table.end_lease(entry, lease))
         return ended

@@ -308,7 +308,7 @@ class SessionStateManager:
         }
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """Bytes of the table's sessions by device, each region once, as of their last settlement."""
+        """Bytes of the table's sessions by device, each allocation once, as of their last settlement."""
         with self._table.lock:
             return self._table.accounts.held_by_device()
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TypeVar
 
-from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.base.errors import (
     CannotParkError,
     NotWritableError,
@@ -28,7 +27,7 @@ from vllm_omni_session_state.base.errors import (
 )
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.manager.charging import charge_of
+from vllm_omni_session_state.manager.charging import charge_of, charge_session
 from vllm_omni_session_state.manager.consensus import AllGather
 from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.move_stats import Move, MoveStats
@@ -130,14 +129,15 @@ class Offloader(Tiers):
     def _arrive(self, entry: Entry) -> None:
         table, session, parked = self._table, entry.session, entry.session.gone_to
         if isinstance(parked, Parked):
-            held = charge_of(entry, parked)
+            held = charge_of(session, parked)
             with table.lock:
                 table.mark_parked(entry, parked)
-                held.charge(table, session.serial)
+                table.accounts.settle(session.serial, held)
         else:
-            device = footprint(*session.contents(without=self.on_host | session.engine_names)).regions
+            if entry.parked is not None:  # it was stopped as it came back; else it is as it was charged last
+                charge_session(session, table, self.declaration)
             with table.lock:
-                table.stay(entry, device)
+                table.stay(entry)
 
     def enforce_host_budget(self) -> None:
         """Move on from host memory what lies there longest, until the rest fits its budget. Never raises."""

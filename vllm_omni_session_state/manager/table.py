@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.accounting.append_tracking import RegionLog
-from vllm_omni_session_state.accounting.regions import Region
 from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.losses import Losses, Reason
 from vllm_omni_session_state.manager.lru import LruOrder
@@ -138,19 +136,14 @@ class Table:
         entry.unwritable = False
         self.accounts.lease(entry.session.serial)
 
-    def stay(self, entry: Entry, device: tuple[Region, ...]) -> None:
-        """A session that was on its way is on the device, idle, where it was in the order. Lock held.
-
-        Args:
-            entry: The session's.
-            device: What it holds there.
-        """
+    def stay(self, entry: Entry) -> None:
+        """A session that was on its way is on the device, idle, where it was in the order. Lock held."""
         self.note(entry.session.key)
         entry.moving = False
         self._forget_parked(entry.session.key)
         entry.parked = None
         self.order.put_back(entry.session.key, entry.place)
-        self.accounts.idle(entry.session.serial, device)
+        self.accounts.idle(entry.session.serial)
         self.moved.notify_all()
 
     def mark_parked(self, entry: Entry, parked: Parked) -> None:
@@ -191,16 +184,12 @@ class Table:
         if key in self.host_lru:
             self.host_lru.remove(key)
 
-    def end_lease(
-        self, entry: Entry, lease: object, device: tuple[Region, ...], pile: RegionLog | None
-    ) -> bool:
+    def end_lease(self, entry: Entry, lease: object) -> bool:
         """One use has ended. Takes the lock.
 
         Args:
             entry: The session's.
             lease: The use.
-            device: What it holds on the device now,
-            pile: with a pile of it.
 
         Returns:
             Whether a drop was waiting for this.
@@ -210,7 +199,7 @@ class Table:
             if entry.leases:
                 return False
             self._use(entry)
-            self.accounts.idle(entry.session.serial, device, pile)
+            self.accounts.idle(entry.session.serial)
             return entry.ending
 
     def resting(self, *, but: str | None = None, stale: bool = False) -> list[Entry]:

@@ -136,7 +136,7 @@ class _Survey:
         self._look(tree, 0)
         taken = reach([*self._odd, *beside])
         self.met = frozenset(each for each in live if each in self._seen or each in taken.objects)
-        stuck = entangled(self.spans.values(), taken.regions)
+        stuck = entangled(self.spans.values(), taken.allocations)
         for each in (*self.open, *self.spans):
             if each in taken.objects:
                 self.why[each] = "something that stays refers to it"

@@ -257,7 +257,7 @@ def _file(
         if session.gone_to is not parked:
             disk.drop(ticket)
         raise
-    session.pile = None  # its lists will be others
+    session.log = None  # its lists will be others
     emptied = (here, gone.alive, *gone.skeleton.values(), written.extra, written.owners, pieces, storages)
     for holder in emptied:
         holder.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_omni_session_state.accounting.regions import HOST, PINNED, Region
+from vllm_omni_session_state.accounting.allocations import HOST, PINNED, Allocation
 
 Span = tuple[str, int, int]
 """What a storage is known by: device, address of its first byte, length in bytes."""
@@ -116,7 +116,7 @@ def span_of(storage: torch.UntypedStorage) -> Span:
     return str(storage.device), storage.data_ptr(), storage.nbytes()
 
 
-def entangled(spans: Iterable[Span], taken: Iterable[Region]) -> set[Span]:
+def entangled(spans: Iterable[Span], taken: Iterable[Allocation]) -> set[Span]:
     """Those of some spans that overlap another of them, in part or in whole, or memory that is taken."""
     every = [(device, start, nbytes, True) for device, start, nbytes in set(spans)]
     every += [(HOST if device == PINNED else device, start, nbytes, False) for device, start, nbytes in taken]

@@ -39,7 +39,7 @@ class Entry:
         digest: What tells it apart for a program, the same wherever the session is; it is shown to nobody.
         place: ``"device"``, or ``"host"`` or ``"disk"`` for a parked one, of which no values are listed.
         used: Whether somebody uses it, or it is on its way.
-        nbytes: Bytes by device, each region once.
+        nbytes: Bytes by device, each allocation once.
         parked_nbytes: Bytes that it takes in the tier in which it is parked, by device, ``disk`` for a file.
         device_nbytes: Bytes of the values that its model keeps on the device, without an engine's pool.
         declared_nbytes: What the model declared of these; ``None`` where it declares nothing.

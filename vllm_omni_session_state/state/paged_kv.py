@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from vllm_omni_session_state.accounting.regions import Union
+from vllm_omni_session_state.accounting.allocations import Blocks
 from vllm_omni_session_state.accounting.release import Watch
 from vllm_omni_session_state.base.errors import EngineOwnedError, NotAllocatedError
 from vllm_omni_session_state.state.state_object import StateObject
@@ -25,8 +25,8 @@ class EngineKV(Protocol):
     def closed(self) -> bool:
         """Whether the engine holds nothing of the session any more."""
 
-    def blocks(self) -> Union:
-        """The memory of the session's blocks in the engine's pool; of a closed one, none."""
+    def blocks(self) -> Blocks:
+        """The session's blocks in the engine's pool; of a closed one, none."""
 
     def beside(self) -> Any:
         """What the engine holds of the session beside its pool, by reference."""
@@ -94,7 +94,7 @@ class PagedKV(StateObject[Any, Any]):
         return before - self._nbytes_of_blocks() + watch.freed()
 
     def _nbytes_of_blocks(self) -> int:
-        return sum(region.nbytes for region in self._engine.blocks())
+        return sum(block.nbytes for block in self._engine.blocks())
 
     @property
     def resident(self) -> bool:
@@ -129,7 +129,7 @@ class PagedKV(StateObject[Any, Any]):
         self._engine.put_back(tree)
 
     def holds(self) -> dict[str, Any]:
-        """``{"blocks": regions in the pool, "beside": tensors}``."""
+        """``{"blocks": its blocks in the pool, "beside": tensors}``."""
         if self._engine.closed:
             raise NotAllocatedError(type(self).__name__)
         return {"blocks": self._engine.blocks(), "beside": self._engine.beside()}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
-from vllm_omni_session_state.accounting import append_tracking
-from vllm_omni_session_state.accounting.append_list import AppendTrackedList
-from vllm_omni_session_state.accounting.footprint import NOTHING, Footprint, footprint
+from vllm_omni_session_state.accounting import append_list
+from vllm_omni_session_state.accounting.append_list import AllocationLog, AppendTrackedList
+from vllm_omni_session_state.accounting.footprint import Footprint, footprint
 from vllm_omni_session_state.base.errors import SessionParkedError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.state.paged_kv import PagedKV
@@ -66,11 +66,11 @@ class SessionState:
         key: The session's table key.
         serial: Its number in the order of creation, unique in this process.
         attrs: Values that the manager only carries, by name.
-        pile: What its growing lists reached at the last settlement.
+        log: What its growing lists reached at the last settlement.
         gone_to: Of a parked session, what it was let go of for.
     """
 
-    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "gone_to", "key", "pile", "serial")
+    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "gone_to", "key", "log", "serial")
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -78,7 +78,7 @@ class SessionState:
         self.attrs: dict[str, object] = {}
         self._objects: dict[str, StateObject[Any, Any]] = {}
         self._away: tuple[dict[str, object], dict[str, StateObject[Any, Any]]] | None = None
-        self.pile: append_tracking.RegionLog | None = None
+        self.log: AllocationLog | None = None
         self.gone_to: object = None
 
     @property
@@ -207,7 +207,7 @@ class SessionState:
         for obj in self._objects.values():
             obj.reset()
         self.attrs.clear()
-        self.pile = None
+        self.log = None
 
     def contents(
         self, *, only: AbstractSet[str] | None = None, without: AbstractSet[str] = frozenset()
@@ -231,32 +231,31 @@ class SessionState:
         """Names of the objects whose bytes lie in an engine's pool."""
         return frozenset(name for name, obj in self._objects.items() if isinstance(obj, PagedKV))
 
-    def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role, Role]:
-        """The committed content, by reference: on the device, in host memory, in an engine's pool.
+    def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role, list[object], list[object]]:
+        """The content by reference: on the device, in host memory, in an engine's pool; and what is staged.
 
         Args:
             on_host: Names of the values that live in host memory.
         """
-        device, host, engine = Role([], []), Role([], []), Role([], [])
+        device, host, engine, staged = Role([], []), Role([], []), list[object](), list[object]()
         for name, value in list(self.attrs.items()):
             (host if name in on_host else device).values.append(value)
         for name, obj in list(self._objects.items()):
-            role = engine if isinstance(obj, PagedKV) else host if name in on_host else device
-            if (growing := obj.growing) is not None and len(growing) > append_tracking.SHORT:
-                role.lists.append(growing)
+            role = host if name in on_host else device
+            if (growing := obj.growing) is not None:
+                if len(growing) > append_list.SHORT:
+                    role.lists.append(growing)
+                else:
+                    role.values.extend(growing)
             elif obj.resident:
-                role.values.append(obj.holds())
-        return device, host, engine
+                (engine if isinstance(obj, PagedKV) else role.values).append(obj.holds())
+            if (payload := obj.staged) is not None:
+                staged.append(payload)
+        return device, host, engine, staged
 
     def footprint(self) -> Footprint:
         """The memory that the committed content of both buckets keeps alive; aliases count once."""
         return footprint(*self.contents())
-
-    def staged_footprint(self) -> Footprint:
-        """The memory that staged payloads keep alive."""
-        staged = [obj.staged for obj in list(self._objects.values())]
-        payloads = [payload for payload in staged if payload is not None]
-        return footprint(*payloads) if payloads else NOTHING
 
     def nbytes_by_device(self) -> dict[str, int]:
         """Bytes by device."""

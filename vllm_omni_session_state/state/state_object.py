@@ -146,7 +146,7 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
     def holds(self) -> Any:
         """Where the books find the memory of the committed content: walked, never kept nor changed.
 
-        By default what ``export_payload()`` hands out. A handle whose export is a copy says the regions.
+        By default what ``export_payload()`` hands out. A handle whose export is a copy says its blocks.
 
         Raises:
             NotAllocatedError: If the object is not resident.
@@ -173,7 +173,7 @@ class StateObject(ABC, Generic[PayloadT, ViewT]):
         return self._staged
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """Bytes of the committed content by device; a region that it reaches twice counts once."""
+        """Bytes of the committed content by device; what it reaches twice counts once."""
         return self.footprint().nbytes_by_device()
 
     @property

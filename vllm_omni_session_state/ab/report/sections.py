@@ -79,7 +79,7 @@ def session_bytes(result: Result) -> str:
     if all(step.sessions is None for run in (result.off, result.on) for step in run.steps):
         return ""
     text = (
-        "Bytes of the model's state after each step, counted alike in both runs: each region of memory once, "
+        "Bytes of the model's state after each step, counted alike in both runs: each allocation once, "
         "without weights, and without attention KV, which is the engine's in both. What is parked counts as "
         "it lies there: one block, attention KV and all."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_omni_session_state.accounting.regions import TIER
+from vllm_omni_session_state.accounting.allocations import TIER
 
 STATES = ("in_use", "idle", "host", "disk", "kv_only")
 """Where a session is: used by a forward, on the device with nobody using it, parked, or only engine KV."""

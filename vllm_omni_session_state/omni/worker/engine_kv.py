@@ -12,13 +12,13 @@ Not here: when any of this is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 
+from vllm_omni_session_state.accounting.allocations import HOST, Allocation, Blocks
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.accounting.regions import HOST, Region, Union, union
 from vllm_omni_session_state.base.errors import (
     KVOccupiedError,
     MidChunkError,
@@ -224,35 +224,27 @@ class SessionKV:
         check_engine(state)
         self.state: Any = state
         self._sessions: MutableMapping[str, Any] = {} if sessions is None else sessions
-        self._pools: list[tuple[str, int, int]] | None = None
+        self._pool: tuple[str, int, int, int] | None = None
 
     @property
     def closed(self) -> bool:
         """Whether the engine's state is closed."""
         return bool(self.state._closed)
 
-    def blocks(self) -> Union:
-        """The session's blocks in each layer's K and V, neighbours in one region."""
+    def blocks(self) -> Blocks:
+        """The session's blocks, each with its bytes in all layers' K and V."""
         kv = self.state.kv_cache
         if self.closed:
-            return union(())
-        tables = [kv.block_table(adapter) for adapter in self.state.adapters.values()]
-        runs = list(_runs({block for table in tables for block in table} - {kv.null_block_id}))
-        return union(
-            Region(device, start + first * page, count * page)
-            for device, start, page in self._places()
-            for first, count in runs
-        )
-
-    def _places(self) -> list[tuple[str, int, int]]:
-        """Device, address and bytes of a block of each layer's K and V; a pool never moves."""
-        if self._pools is None:
-            kv = self.state.kv_cache
+            return Blocks()
+        if self._pool is None:  # it never moves
+            first = kv.key_cache(0)
             pools = [pool(layer) for layer in range(kv.num_layers) for pool in (kv.key_cache, kv.value_cache)]
-            self._pools = [
-                (_device_of(pool), pool.data_ptr(), pool.stride(0) * pool.element_size()) for pool in pools
-            ]
-        return self._pools
+            pages = [pool.stride(0) * pool.element_size() for pool in pools]
+            self._pool = _device_of(first), first.data_ptr(), pages[0], sum(pages)
+        device, start, page, nbytes = self._pool
+        tables = [kv.block_table(adapter) for adapter in self.state.adapters.values()]
+        numbers = {block for table in tables for block in table} - {kv.null_block_id}
+        return Blocks(Allocation(device, start + number * page, nbytes) for number in numbers)
 
     def beside(self) -> Any:
         """The session's cross-attention K/V by cache name and branch, ``None`` where there is none."""
@@ -316,19 +308,5 @@ def check_cache(kv_cache: Any) -> None:
     seams.check(type(pool), seams.KV_POOL_SEAMS)
 
 
-def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers: the first one and how many."""
-    first = count = 0
-    for number in sorted(numbers):
-        if count and number == first + count:
-            count += 1
-            continue
-        if count:
-            yield first, count
-        first, count = number, 1
-    if count:
-        yield first, count
-
-
 def _device_of(pool: torch.Tensor) -> str:
-    return next((region.device for region in footprint(pool).regions), HOST)
+    return next((each.device for each in footprint(pool).allocations), HOST)
