@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.printable import printable
 
 LOGGER = logging.getLogger("vllm_omni.session_state")
@@ -57,8 +58,7 @@ def _frames_of(error: BaseException) -> str:
         chain.insert(0, come_from)
         come_from = come_from.__cause__ or (None if come_from.__suppress_context__ else come_from.__context__)
     return "\n".join(
-        f"{''.join(traceback.format_tb(each.__traceback__))}{printable(f'{type(each).__name__}: {each}')}"
-        for each in chain
+        f"{''.join(traceback.format_tb(each.__traceback__))}{printable(error_text(each))}" for each in chain
     )
 
 
@@ -93,6 +93,16 @@ def log_rarely(level: int, key: tuple[str, ...], message: str, *args: object) ->
     LOGGER.log(level, message, *args)
 
 
+def tried(hook: Callable[[], object], otherwise: str) -> bool:
+    """Whether a hook did its work. If it raised, what follows is said once, and serving goes on."""
+    try:
+        hook()
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        log_once(logging.WARNING, ("tried", otherwise), "%s: %s", otherwise, error_text(error))
+        return False
+    return True
+
+
 def log_failure(what: str, error: Exception) -> None:
     """Say that something went wrong and was caught: a refusal in a line, a surprise with its traceback.
 
@@ -111,32 +121,11 @@ def log_failure(what: str, error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     kind += tuple(f"{frame.filename}:{frame.lineno}" for frame in frames)
     if kind in _said:
-        log_rarely(logging.ERROR, kind, "%s: %s: %s", what, type(error).__name__, error)
+        log_rarely(logging.ERROR, kind, "%s: %s", what, error_text(error))
         return
     _said.add(kind)
     _rare[kind] = _Rare(time.monotonic())
-    LOGGER.error("%s: %s: %s", what, type(error).__name__, error, exc_info=error)
-
-
-MOST_HEARD = 100
-
-
-class Heard(logging.Handler):
-    """Keeps the first `MOST_HEARD` of what is said at WARNING or above while it is a handler."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        if len(self._said) < MOST_HEARD:
-            self._said.append(record.getMessage())
-
-    def taken(self) -> list[str]:
-        """What there is, which is then forgotten."""
-        said, self._said = self._said, []
-        return said
+    LOGGER.error("%s: %s", what, error_text(error), exc_info=error)
 
 
 def forget_said() -> None:

@@ -146,7 +146,7 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
         )
     runner._session_capacity = min(places)
     manager.offloader.engine_nbytes = max(nbytes)
-    budgets.say_too_small(manager.offloader)
+    budgets.say(budgets.too_small(manager.offloader))
     manager.capacity.pool = RunnerPool(runner)
 
 
@@ -188,7 +188,7 @@ def _leave_disk(manager: SessionStateManager, why: str) -> None:
     if disk is not None:
         with contextlib.suppress(TierFaultError):  # the next worker that starts there cleans
             disk.close()
-    budgets.say_no_disk(why)
+    budgets.say([budgets.no_disk(why)])
 
 
 def _sized_together(
