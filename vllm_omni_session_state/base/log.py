@@ -23,15 +23,14 @@ MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Rare:
-    """What was said last: when, by ``time.monotonic()``, and how often it came since."""
+class _Said:
+    """When something was said last, by ``time.monotonic()``, and how often it came since."""
 
     at: float
     held_back: int = 0
 
 
-_said: set[tuple[str, ...]] = set()
-_rare: dict[tuple[str, ...], _Rare] = {}
+_said: dict[tuple[str, ...], _Said] = {}
 
 
 class _OneLine(logging.Filter):
@@ -71,22 +70,18 @@ def log_once(level: int, key: tuple[str, ...], message: str, *args: object) -> N
         message: A ``%`` format for ``args``.
         *args: Its arguments.
     """
-    if key in _said:
-        return
-    _said.add(key)
-    LOGGER.log(level, message, *args)
+    if key not in _said:
+        _said[key] = _Said(time.monotonic())
+        LOGGER.log(level, message, *args)
 
 
 def log_rarely(level: int, key: tuple[str, ...], message: str, *args: object) -> None:
-    """Log ``message`` unless something was said under ``key`` within the last minute, and count what was not.
-
-    The next one that is said tells how many were held back. See ``log_once()`` for what is given.
-    """
-    now, last = time.monotonic(), _rare.get(key)
+    """As ``log_once()``, but again after a minute, and then with how many were held back."""
+    now, last = time.monotonic(), _said.get(key)
     if last is not None and now - last.at < MINUTE_S:
         last.held_back += 1
         return
-    _rare[key] = _Rare(now)
+    _said[key] = _Said(now)
     if last is not None and last.held_back:
         message += " (%d more like it in the last %.0f s)"
         args = (*args, last.held_back, now - last.at)
@@ -104,14 +99,10 @@ def tried(hook: Callable[[], object], otherwise: str) -> bool:
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """Say that something went wrong and was caught: a refusal in a line, a surprise with its traceback.
+    """Say that ``what`` failed and was caught: a refusal in a line, a surprise with its traceback.
 
     Either is said once a minute at most, by its kind, and the traceback once: a robot that steps on, or a
     clock, brings the same one again and again.
-
-    Args:
-        what: What it was that failed.
-        error: A refusal of our own says in its message what can be done.
     """
     why = getattr(error, "why", None)
     kind: tuple[str, ...] = (what, type(error).__name__, type(why).__name__)
@@ -123,12 +114,10 @@ def log_failure(what: str, error: Exception) -> None:
     if kind in _said:
         log_rarely(logging.ERROR, kind, "%s: %s", what, error_text(error))
         return
-    _said.add(kind)
-    _rare[kind] = _Rare(time.monotonic())
+    _said[kind] = _Said(time.monotonic())
     LOGGER.error("%s: %s", what, error_text(error), exc_info=error)
 
 
 def forget_said() -> None:
-    """Let every message be said again (a test's fresh start; a process keeps what it said)."""
+    """Let every message be said again: a test's fresh start."""
     _said.clear()
-    _rare.clear()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm_omni_session_state.adapters import ADAPTERS
 from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.errors import error_text
 from vllm_omni_session_state.base.ids import show_in_the_clear
 from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.omni.worker import budgets
@@ -39,10 +40,9 @@ def attach(pipeline: object, od_config: object) -> None:
         log_once(
             logging.WARNING,
             ("attach", name),
-            "%s keeps its own session state: %s: %s. It serves as without the plugin",
+            "%s keeps its own session state: %s. It serves as without the plugin",
             name,
-            type(error).__name__,
-            error,
+            error_text(error),
         )
 
 
@@ -73,7 +73,6 @@ def _attach(pipeline: object, od_config: object) -> None:
 
 def _give(pipeline: object, od_config: object, known: str, chosen: settings.Settings) -> None:
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
-    from vllm_omni_session_state.manager.consensus import name_of  # noqa: PLC0415
     from vllm_omni_session_state.omni.hooks import seams  # noqa: PLC0415
     from vllm_omni_session_state.omni.worker import agreement, ranks, runner  # noqa: PLC0415
 
@@ -95,7 +94,7 @@ def _give(pipeline: object, od_config: object, known: str, chosen: settings.Sett
         _manage(pipeline, load, known, chosen, bounds=bounds, exchange=None if apart else exchange)
     except Exception as error:
         load.patches.undo()
-        load.failed = name_of(error)
+        load.failed = error_text(error)
         raise
     finally:
         if exchange is None:
