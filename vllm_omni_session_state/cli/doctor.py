@@ -32,13 +32,7 @@ IN_ORDER, PROBLEMS, COULD_NOT_LOOK = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """This plugin, as vLLM-Omni will find it.
-
-    Attributes:
-        version: Of the installed distribution; ``None`` where there is none.
-        name: Of the entry point that vLLM-Omni finds; ``None`` where it finds none.
-        allowed: Whether ``VLLM_PLUGINS`` lets vLLM-Omni load it.
-    """
+    """This plugin, as vLLM-Omni will find it: by the name of an entry point that ``VLLM_PLUGINS`` allows."""
 
     version: str | None
     name: str | None
@@ -51,8 +45,6 @@ class Stage:
 
     Attributes:
         stage_id: As in the deploy config; ``None`` where none was named: what the environment says.
-        on: Whether the flag is on.
-        settings: Each with where it came from.
         budgets: What its worker will say of its budgets; ``None`` where that cannot be told here.
     """
 
@@ -67,11 +59,8 @@ class Report:
     """What was found.
 
     Attributes:
-        plugin: As vLLM-Omni will find it.
-        host: The versions of its packages.
-        deploy_config: The file that was named.
+        host: The versions of vLLM-Omni's packages.
         seams: Each as it was looked at; empty where vLLM-Omni cannot be imported.
-        stages: Their settings.
         problems: What will not work as asked, and the remedy.
         unseen: Why something could not be looked at.
         notes: What is as it may be, and good to know.
@@ -215,12 +204,11 @@ def _look_at_settings(report: Report) -> None:
 def unread(environ: Iterable[str]) -> list[str]:
     """Of each variable that looks like a setting and is none, that it is not read, and what may be meant."""
     known = {ENV_KEY, *(setting.variable for setting in SETTINGS)}
-    strange = sorted(name for name in environ if name.startswith(ENV_FLAG) and name not in known)
-    meant = {name: difflib.get_close_matches(name, known, n=1) for name in strange}
-    return [
-        f"{name} is no setting and is not read" + "".join(f"; do you mean {near}?" for near in meant[name])
-        for name in strange
-    ]
+    said = []
+    for name in sorted(name for name in environ if name.startswith(ENV_FLAG) and name not in known):
+        near = [f"; do you mean {near}?" for near in difflib.get_close_matches(name, known, n=1)]
+        said.append(f"{name} is no setting and is not read" + "".join(near))
+    return said
 
 
 def _judge_affinity(report: Report, stage_id: object, replicas: int) -> None:

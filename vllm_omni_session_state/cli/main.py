@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         parents=[as_json],
         help="will it work here? Plugin, host, seams, settings",
-        description="Looks at the plugin, vLLM-Omni its seams, and the settings in force. Serves nothing, "
+        description="Looks at the plugin, vLLM-Omni, its seams, and the settings in force. Serves nothing, "
         "changes nothing.",
         epilog="exit status: 0 all right; 1 something will not work as asked; 2 could not look",
     )
@@ -134,7 +134,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 equal; 1 different; 2 could not run",
     )
     asked.set_defaults(run=_ab)
-    _add_ab(asked)
+    asked.add_argument(
+        "--deploy-config", metavar="FILE", required=True, help="the deploy YAML that you serve with"
+    )
+    asked.add_argument("--model", help="the checkpoint (default: the published one of the YAML's model)")
+    asked.add_argument(
+        "--sessions", metavar="K", type=int, help="interleaved sessions (default: 3, Cosmos3: 2)"
+    )
+    asked.add_argument("--steps", metavar="N", type=int, help="steps of each (default: 12, Cosmos3: 6)")
+    how = asked.add_mutually_exclusive_group()
+    how.add_argument("--record", metavar="FILE", type=Path, help="write what is sent to a file")
+    how.add_argument("--replay", metavar="FILE", type=Path, help="send what such a file says")
+    asked.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="for outputs, logs and the report (default: a new one)"
+    )
 
     server = argparse.ArgumentParser(add_help=False)
     server.set_defaults(run=_sessions)
@@ -163,20 +176,3 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_seconds(parser: argparse.ArgumentParser, name: str, default: float, help_: str) -> None:
     parser.add_argument(name, metavar="SECONDS", type=_seconds, default=default, help=help_)
-
-
-def _add_ab(asked: argparse.ArgumentParser) -> None:
-    asked.add_argument(
-        "--deploy-config", metavar="FILE", required=True, help="the deploy YAML that you serve with"
-    )
-    asked.add_argument("--model", help="the checkpoint (default: the published one of the YAML's model)")
-    asked.add_argument(
-        "--sessions", metavar="K", type=int, help="interleaved sessions (default: 3, Cosmos3: 2)"
-    )
-    asked.add_argument("--steps", metavar="N", type=int, help="steps of each (default: 12, Cosmos3: 6)")
-    how = asked.add_mutually_exclusive_group()
-    how.add_argument("--record", metavar="FILE", type=Path, help="write what is sent to a file")
-    how.add_argument("--replay", metavar="FILE", type=Path, help="send what such a file says")
-    asked.add_argument(
-        "--out", metavar="FOLDER", type=Path, help="for outputs, logs and the report (default: a new one)"
-    )

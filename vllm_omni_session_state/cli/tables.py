@@ -104,9 +104,8 @@ def _verdict(report: Report) -> Text:
     if report.status != IN_ORDER:
         count = len(report.problems)
         return Text(f"{count} problem{'s' if count > 1 else ''}: not all will work as asked.", "bold red")
-    return Text(
-        f"All right: the flag is {'on' if report.on else 'off'}, and nothing is in its way.", "bold green"
-    )
+    flag = "on" if report.on else "off"
+    return Text(f"All right: the flag is {flag}, and nothing is in its way.", "bold green")
 
 
 def show_sessions(found: Mapping[str, Any]) -> None:
@@ -148,9 +147,8 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
         split = any(row["home"] is None for row in rows)
         parts.append(Text(f"{DIFFER} {SPLIT if split else 'Not all ranks say the same.'}", "yellow"))
     if found["age_s"] >= 1:
-        parts.append(
-            Text(f"As of {found['age_s']:.0f} s ago: a worker is asked seldom, as steps run.", "yellow")
-        )
+        seldom = f"As of {found['age_s']:.0f} s ago: a worker is asked seldom, as steps run."
+        parts.append(Text(seldom, "yellow"))
     if trouble is not None:
         parts.append(Text(printable(f"Not up to date: {trouble}"), "bold red"))
     return Group(*parts)
@@ -203,9 +201,8 @@ def _cells(row: Mapping[str, Any], devices: list[str]) -> list[str]:
 
 
 def _held(nbytes: Mapping[str, int]) -> str:
-    return (
-        ", ".join(f"{bytes_text(count)} on {device}" for device, count in sorted(nbytes.items())) or "nothing"
-    )
+    held = (f"{bytes_text(count)} on {device}" for device, count in sorted(nbytes.items()))
+    return ", ".join(held) or "nothing"
 
 
 def bytes_text(count: int) -> str:

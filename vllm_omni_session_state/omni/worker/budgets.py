@@ -96,9 +96,7 @@ def bounds_of(
 def disk_tier(bounds: Bounds, *, keep: bool) -> tuple[DiskTier | None, str]:
     """The disk tier, and why it is not there although there should be one, ``""`` where nothing failed.
 
-    Args:
-        bounds: Where and how large.
-        keep: Whether what is parked there stays when the worker is shut down.
+    What is parked there stays when the worker is shut down, if ``keep``.
     """
     from vllm_omni_session_state.offload.disk_tier import DiskTier  # noqa: PLC0415 - as above
 
