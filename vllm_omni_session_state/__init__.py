@@ -34,67 +34,29 @@ if TYPE_CHECKING:
         TierFaultError,
         TierFullError,
     )
-    from vllm_omni_session_state.manager.manager import (
-        SessionStateManager,
-    )
-    from vllm_omni_session_state.offload.disk_tier import (
-        DiskTier,
-    )
-    from vllm_omni_session_state.offload.host_tier import (
-        HostTier,
-    )
-    from vllm_omni_session_state.state.buffers import (
-        EncodeOnceKV,
-        LatentBuffer,
-    )
-    from vllm_omni_session_state.state.paged_kv import (
-        PagedKV,
-    )
-    from vllm_omni_session_state.state.session import (
-        Declaration,
-        SessionAttr,
-        SessionState,
-    )
-    from vllm_omni_session_state.state.state_object import (
-        StateObject,
-    )
+    from vllm_omni_session_state.manager.manager import SessionStateManager
+    from vllm_omni_session_state.offload.disk_tier import DiskTier
+    from vllm_omni_session_state.offload.host_tier import HostTier
+    from vllm_omni_session_state.state.buffers import EncodeOnceKV, LatentBuffer
+    from vllm_omni_session_state.state.paged_kv import PagedKV
+    from vllm_omni_session_state.state.session import Declaration, SessionAttr, SessionState
+    from vllm_omni_session_state.state.state_object import StateObject
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AlreadyEncodedError": "base.errors",
-    "BadFileError": "base.errors",
-    "BadPayloadError": "base.errors",
-    "BudgetFixedError": "base.errors",
-    "CannotParkError": "base.errors",
     "Declaration": "state.session",
     "DiskTier": "offload.disk_tier",
     "EncodeOnceKV": "state.buffers",
-    "EngineOwnedError": "base.errors",
     "HostTier": "offload.host_tier",
-    "IdentityMismatchError": "base.errors",
-    "KVOccupiedError": "base.errors",
     "LatentBuffer": "state.buffers",
-    "LatentsUnreadableError": "base.errors",
-    "MidChunkError": "base.errors",
-    "NoRoomError": "base.errors",
-    "NotAllocatedError": "base.errors",
-    "NotWritableError": "base.errors",
-    "NothingStagedError": "base.errors",
     "PagedKV": "state.paged_kv",
-    "PoolFullError": "base.errors",
-    "SeamMismatchError": "base.errors",
     "SessionAttr": "state.session",
-    "SessionParkedError": "base.errors",
-    "SessionRestoreFailedError": "base.errors",
     "SessionState": "state.session",
-    "SessionStateError": "base.errors",
-    "SessionStateLostError": "base.errors",
     "SessionStateManager": "manager.manager",
     "StateObject": "state.state_object",
-    "TierFaultError": "base.errors",
-    "TierFullError": "base.errors",
 }
+"""The module of each public name but the errors, which are all in ``base.errors``."""
 
 __all__ = [
     "AlreadyEncodedError",
@@ -134,11 +96,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'base.errors')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

@@ -20,11 +20,11 @@ from vllm_omni_session_state import SessionState, SessionStateManager
 from vllm_omni_session_state.ab.compare.comparison import PER_STEP, compare
 from vllm_omni_session_state.ab.compare.states import compare_state, state_file, write_state
 from vllm_omni_session_state.ab.runs.child import Stage, _last_looks, served_in
-from vllm_omni_session_state.ab.runs.worker_probe import ProbedWorker
+from vllm_omni_session_state.ab.runs.worker_probe import MOST_HEARD, ProbedWorker
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.adapters.dreamzero import view_of
 from vllm_omni_session_state.base.ids import display_id
-from vllm_omni_session_state.base.log import LOGGER, MOST_HEARD
+from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.offload.host_tier import HostTier
 
 pytestmark = pytest.mark.host

@@ -19,7 +19,7 @@ from travel import serve_arguments
 from vocabulary import OTHERS, VARIABLES
 
 from vllm_omni_session_state.base.ids import ENV_KEY
-from vllm_omni_session_state.base.settings import ENV_FLAG, ENV_MAX_SESSIONS, resolve
+from vllm_omni_session_state.base.settings import resolve
 from vllm_omni_session_state.cli.main import _parser
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def setting(word: str) -> None:
     found = _ASSIGNMENT.fullmatch(word)
     assert found, f"{word!r} sets nothing"
     name, value = found.groups()
-    if name in (ENV_FLAG, ENV_MAX_SESSIONS) or name in VARIABLES - {ENV_KEY}:
+    if name in VARIABLES - {ENV_KEY}:
         _, complaints = resolve(None, {name: value})
         assert not complaints, complaints
     elif name == "VLLM_PLUGINS":

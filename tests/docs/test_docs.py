@@ -244,15 +244,22 @@ def test_the_host_refuses_nonsense_in_a_yaml_in_the_words_of_the_page(dreamzero,
     assert "`Input should be a valid boolean`" in ENABLING.read_text()
 
 
-def test_every_setting_stands_in_a_table_with_its_default():
+def test_every_setting_stands_in_a_table_with_its_kind_default_and_meaning():
     rows = [*pages.table(BUDGETS, "setting"), *pages.table(ENDS, "setting")]
-    shown = {row[0].strip("`"): re.split("[:`]", row[2].strip("`"))[0] for row in rows}
-    default = settings.Settings()
-    assert shown.keys() == set(settings._OPTION_NAMES)
-    for name, text in shown.items():
-        value = getattr(default, name.replace(".", "_"))
-        word = "none" if value is None else "off" if value is False else value
-        assert text == (f"{word:g}" if isinstance(word, float) else str(word)), name
+    shown = {row[0].strip("`"): row[1:] for row in rows}
+    assert shown.keys() == set(settings.OPTION_KEYS)
+    values = {}
+    for setting in settings.SETTINGS:
+        if setting.option:
+            kind, default, meaning = shown[setting.key]
+            word = (
+                "none" if setting.default is None else "off" if setting.default is False else setting.default
+            )
+            word = f"{word:g}" if isinstance(word, float) else str(word)
+            assert re.split("[:`]", default.strip("`"))[0] == word, setting.key
+            assert re.sub(r"`|\[([^]]*)\]\([^)]*\)", r"\1", meaning).startswith(setting.meaning), setting.key
+            assert values.setdefault(setting.kind, kind) == kind, "one kind is described in the same words"
+    assert len(set(values.values())) == len(values), "and no other kind in these"
 
 
 def test_every_call_and_every_reason_in_the_tables_is_one():

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from pages import PROJECT
 
-from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import ENV_KEY
-from vllm_omni_session_state.base.settings import ENV_FLAG
+from vllm_omni_session_state.base.settings import SETTINGS
 
 PACKAGE = PROJECT / "vllm_omni_session_state"
 HOST_FILES = (
@@ -42,9 +41,7 @@ PINS = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "DIFFUSION_ATTENTION_BACKE
 """Variables of others, with which a reader pins what could differ."""
 
 OTHERS = frozenset({"torch", "cat", "cuda", "cpu", "vllm", *PINS, *dir(dict)})
-VARIABLES = frozenset(
-    {ENV_KEY, *(f"{ENV_FLAG}_{name.upper().replace('.', '_')}" for name in settings._OPTION_NAMES)}
-)
+VARIABLES = frozenset({ENV_KEY, *(setting.variable for setting in SETTINGS)})
 """Settings as variables, of which the code builds the names."""
 
 NONSENSE = frozenset({"maybe", "lots"})

@@ -90,6 +90,10 @@ def test_keep_on_exit_leaves_every_session_readable_and_the_next_worker_leaves_t
             {"device_budget": 1},
             "device_budget alone has nowhere to park a session; set host_budget or disk.path",
         ),
+        (
+            {"idle_park_s": 0.02},
+            "idle_park_s=0.02 alone has nowhere to park a session; set host_budget or disk.path",
+        ),
     ],
 )
 def test_what_has_no_use_alone_is_said_and_ignored(dreamzero_checkpoint, caplog, options, said):

@@ -21,7 +21,7 @@ from vllm_omni_session_state.offload.disk_tier import DiskTier
 UNWRITABLE = (
     "sessions of this model are not parked on the disk: attrs.odd (object) cannot be written to a file: its "
     "type is not on the list of what files hold. Keep plain values there, or let the model's adapter "
-    "register the type with skeleton.register_kind()"
+    "register the type with tree_spec.register_kind()"
 )
 
 

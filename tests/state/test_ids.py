@@ -11,10 +11,10 @@ from profiles import sized
 
 from vllm_omni_session_state.base.ids import (
     ENV_KEY,
+    Names,
     display_id,
     export_key,
     redacted_id,
-    resolve,
     session_key,
     show_in_the_clear,
 )
@@ -93,16 +93,16 @@ def test_ids_are_shown_in_the_clear_only_where_that_is_asked_for(in_the_clear):
 @given(st.lists(st.text(min_size=1), unique=True, min_size=1), st.data())
 def test_a_session_is_found_by_its_id_and_by_what_is_shown_of_it(keys, data):
     key = data.draw(st.sampled_from(keys))
-    assert resolve(key, keys) == key
-    assert resolve(display_id(key), keys) == (display_id(key) if display_id(key) in keys else key)
+    assert Names(keys).find(key) == key
+    assert Names(keys).find(display_id(key)) == (display_id(key) if display_id(key) in keys else key)
 
 
 def test_both_names_find_a_session_that_is_shown_in_the_clear(in_the_clear):
-    assert resolve("robot-1", ["robot-1"]) == "robot-1"
-    assert resolve(redacted_id("robot-1"), ["robot-1"]) == "robot-1"
+    assert Names(["robot-1"]).find("robot-1") == "robot-1"
+    assert Names(["robot-1"]).find(redacted_id("robot-1")) == "robot-1"
 
 
 def test_nobody_finds_what_is_not_there():
-    assert resolve("robot-1", []) is None
-    assert resolve(None, ["robot-1"]) is None
-    assert resolve("", ["default"]) == "default"
+    assert Names([]).find("robot-1") is None
+    assert Names(["robot-1"]).find(None) is None
+    assert Names(["default"]).find("") == "default"

@@ -7,10 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import sized
 
-from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import ENV_KEY
-from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS, Settings, resolve
-from vllm_omni_session_state.cli.settings_origin import origins, unread
+from vllm_omni_session_state.base.settings import (
+    ENV_FLAG,
+    FLAG,
+    OPTION_KEYS,
+    OPTIONS,
+    SETTINGS,
+    Settings,
+    origins,
+    resolve,
+)
+from vllm_omni_session_state.cli.doctor import unread
 
 WORDS = st.sampled_from(["", " ", "1", "0", "on", "8GiB", "10%", "warn", "error", "maybe", "-3", "7.5", "12"])
 VARIABLES = [ENV_FLAG, *(f"{ENV_FLAG}_{field.name.upper()}" for field in fields(Settings)[1:])]
@@ -23,7 +31,7 @@ def by_name(flag, environ, options=None):
 
 def test_without_anything_all_are_defaults():
     found = by_name(None, {})
-    assert set(found) == {FLAG, "max_sessions", *settings._OPTION_NAMES}
+    assert set(found) == {FLAG, "max_sessions", *OPTION_KEYS}
     assert {(origin.source, origin.where) for origin in found.values()} == {("default", "")}
 
 
@@ -49,7 +57,7 @@ def test_nonsense_is_nobodys_origin():
 @given(
     st.sampled_from([None, True, False, "on", "maybe"]),
     st.dictionaries(st.sampled_from(VARIABLES), WORDS),
-    st.one_of(st.none(), st.just("text"), st.dictionaries(st.sampled_from(settings._OPTION_NAMES), WORDS)),
+    st.one_of(st.none(), st.just("text"), st.dictionaries(st.sampled_from(OPTION_KEYS), WORDS)),
 )
 @sized(1000)
 def test_what_each_place_alone_gives_is_what_is_in_force(flag, environ, options):
@@ -67,16 +75,24 @@ def test_what_each_place_alone_gives_is_what_is_in_force(flag, environ, options)
 
 
 @pytest.mark.parametrize("group", [{"disk": {"path": "/a"}}, {"disk.path": "/a"}])
-def test_a_key_of_a_group_is_found_in_both_spellings(monkeypatch, group):
-    from vllm_omni_session_state.cli.settings_origin import _places
-
-    monkeypatch.setattr(settings, "_OPTION_NAMES", ("disk.path",))
-    variable = f"{ENV_FLAG}_DISK_PATH"
-    assert _places("disk_path", None, group) == ("disk.path", variable, f"{OPTIONS}.disk.path", "/a")
+def test_a_key_of_a_group_is_found_in_both_spellings(group):
+    found = by_name(None, {}, group)["disk.path"]
+    assert (found.value, found.source, found.where) == ("/a", "config", f"{OPTIONS}.disk.path")
+    found = by_name(None, {f"{ENV_FLAG}_DISK_PATH": "/b"}, group)["disk.path"]
+    assert (found.value, found.source, found.where) == ("/b", "environment", f"{ENV_FLAG}_DISK_PATH")
 
 
 def test_variables_that_nobody_reads_are_named_with_what_may_be_meant():
     environ = [*VARIABLES, ENV_KEY, "PATH", f"{ENV_FLAG}_HOST_BUGET", f"{ENV_FLAG}_X_Y_Z_ENTIRELY_ELSE"]
     found = unread(environ)
-    assert set(found) == set(environ[-2:])
-    assert found[f"{ENV_FLAG}_HOST_BUGET"] == f"{ENV_FLAG}_HOST_BUDGET"
+    assert [line.split()[0] for line in found] == environ[-2:]
+    assert found[0].endswith(f" is no setting and is not read; do you mean {ENV_FLAG}_HOST_BUDGET?")
+
+
+def test_one_field_declares_a_setting():
+    assert [setting.name for setting in SETTINGS] == [field.name for field in fields(Settings)]
+    assert [setting.variable for setting in SETTINGS] == VARIABLES
+    assert all(setting.default == getattr(Settings(), setting.name) for setting in SETTINGS)
+    for setting in SETTINGS:
+        assert setting.meaning
+        assert setting.default is None or setting.kind.read(setting.default) == setting.default

@@ -14,7 +14,6 @@ from vllm_omni_session_state.base.ids import (
     Names,
     display_id,
     redacted_id,
-    resolve,
     show_in_the_clear,
 )
 
@@ -68,7 +67,7 @@ def test_a_long_id_is_shown_in_part_and_by_its_hash():
     with showing(True):
         assert display_id(one) == f"{'x' * 48}\\...{redacted_id(one)}"
         assert display_id(one) != display_id(other)
-        assert resolve(display_id(one), [other, one]) == one
+        assert Names([other, one]).find(display_id(one)) == one
 
 
 @sized(2000)
@@ -98,14 +97,14 @@ def test_nobody_is_meant_by_what_is_neither_shown_nor_an_id(keys, name, clear):
     with showing(clear):
         known = {*keys, *map(display_id, keys), *map(redacted_id, keys)}
         if name not in known:
-            assert resolve(name, keys) is None
+            assert Names(keys).find(name) is None
 
 
 def test_who_takes_anothers_hash_for_an_id_is_not_who_that_hash_means():
     trap = redacted_id("robot-1")
-    assert resolve(trap, [trap, "robot-1"]) == "robot-1"
-    assert resolve(redacted_id(trap), [trap, "robot-1"]) == trap
-    assert resolve(trap, [trap]) == trap, "and alone it can be named by its id"
+    assert Names([trap, "robot-1"]).find(trap) == "robot-1"
+    assert Names([trap, "robot-1"]).find(redacted_id(trap)) == trap
+    assert Names([trap]).find(trap) == trap, "and alone it can be named by its id"
     assert Names([trap]).find(trap, only="shown") is None
 
 
@@ -113,5 +112,5 @@ def test_two_sessions_of_one_hash_are_told_apart_by_their_ids_alone(monkeypatch)
     monkeypatch.setattr(ids, "fingerprint", lambda key: b"alike!" + key.encode().ljust(10))
     assert redacted_id("a") == redacted_id("b")
     with pytest.raises(AmbiguousNameError):
-        resolve(redacted_id("a"), ["a", "b"])
-    assert resolve("b", ["a", "b"]) == "b"
+        Names(["a", "b"]).find(redacted_id("a"))
+    assert Names(["a", "b"]).find("b") == "b"

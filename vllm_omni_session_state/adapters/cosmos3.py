@@ -22,8 +22,8 @@ import torch
 from vllm_omni_session_state.adapters.patches import Patches
 from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.ids import session_key
+from vllm_omni_session_state.base.kinds import VideoLatents
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.arrays import bytes_of
 from vllm_omni_session_state.state.buffers import EncodeOnceKV

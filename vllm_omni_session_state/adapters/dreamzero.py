@@ -21,8 +21,8 @@ import torch
 from vllm_omni_session_state.adapters.patches import Patches
 from vllm_omni_session_state.adapters.video_latents import Policy, policy_of, whole
 from vllm_omni_session_state.base.ids import session_key
+from vllm_omni_session_state.base.kinds import VideoLatents
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.state.buffers import LatentBuffer
 from vllm_omni_session_state.state.session import Declaration, HoldsSession, SessionAttr, SessionState, Unset

@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_omni_session_state.base.errors import LatentsUnreadableError
 from vllm_omni_session_state.base.ids import display_id
+from vllm_omni_session_state.base.kinds import VideoLatents
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.base.settings import VideoLatents
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.spill import Spiller
 from vllm_omni_session_state.state.buffers import LatentBuffer

@@ -99,11 +99,10 @@ def may_be_shown(name: str) -> bool:
 class AmbiguousNameError(SessionStateError):
     """A name means more than one session; nothing was done to any of them."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "more than one session answers to this name, and nothing has changed; name the one that you mean "
-            "by its id, as a listing with show_ids shows it"
-        )
+    message = (
+        "more than one session answers to this name, and nothing has changed; name the one that you mean by "
+        "its id, as a listing with show_ids shows it"
+    )
 
 
 class Names:
@@ -149,11 +148,6 @@ class Names:
                 for text in {redacted_id(key), display_id(key)}:
                     self._shown.setdefault(text, set()).add(key)
         return self._shown.get(name, set())
-
-
-def resolve(name: str | None, keys: Iterable[str]) -> str | None:
-    """The key among ``keys`` that a name means. See ``Names``; for more than one name make one of these."""
-    return Names(keys).find(name)
 
 
 @functools.lru_cache(maxsize=4)

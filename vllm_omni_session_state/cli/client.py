@@ -37,7 +37,7 @@ class NotDoneError(Exception):
 
 
 class Client:
-    """One server.
+    """One server. Whatever is asked raises ``CommandError`` where no answer of its routes comes.
 
     Args:
         url: Of the server.
@@ -59,27 +59,15 @@ class Client:
         self._timeout_s = timeout_s
 
     def sessions(self) -> dict[str, Any]:
-        """All sessions.
-
-        Raises:
-            CommandError: If no answer of the routes comes; so for all methods here.
-        """
+        """All sessions."""
         return self._ask("GET", f"?timeout_s={self._timeout_s:g}")
 
     def session(self, name: str) -> dict[str, Any]:
-        """One session with its values.
-
-        Raises:
-            NotDoneError: If there is none.
-        """
+        """One session with its values; ``NotDoneError`` if there is none."""
         return self._ask("GET", f"/{_quoted(name)}?timeout_s={self._timeout_s:g}")
 
     def act(self, how: str, name: str) -> dict[str, Any]:
-        """Close, reset, park or restore a session.
-
-        Raises:
-            NotDoneError: If the server did not do it.
-        """
+        """Close, reset, park or restore a session; ``NotDoneError`` if the server did not do it."""
         return self._ask("POST", f"/{_quoted(name)}/{how}", {"timeout_s": self._timeout_s})
 
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:

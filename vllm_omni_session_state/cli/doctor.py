@@ -5,18 +5,22 @@ Not here: how it looks in a terminal.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 from vllm_omni_session_state.base import settings
-from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS
-from vllm_omni_session_state.cli import settings_origin
+from vllm_omni_session_state.base.errors import error_text
+from vllm_omni_session_state.base.ids import ENV_KEY
+from vllm_omni_session_state.base.kinds import Size
+from vllm_omni_session_state.base.settings import ENV_FLAG, FLAG, OPTIONS, SETTINGS
 from vllm_omni_session_state.omni import compat
+from vllm_omni_session_state.omni.worker import budgets
 
 GROUP = "vllm_omni.general_plugins"
 ENTRY_POINT = "vllm_omni_session_state.plugin:register"
@@ -28,13 +32,7 @@ IN_ORDER, PROBLEMS, COULD_NOT_LOOK = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """This plugin, as vLLM-Omni will find it.
-
-    Attributes:
-        version: Of the installed distribution; ``None`` where there is none.
-        name: Of the entry point that vLLM-Omni finds; ``None`` where it finds none.
-        allowed: Whether ``VLLM_PLUGINS`` lets vLLM-Omni load it.
-    """
+    """This plugin, as vLLM-Omni will find it: by the name of an entry point that ``VLLM_PLUGINS`` allows."""
 
     version: str | None
     name: str | None
@@ -47,14 +45,12 @@ class Stage:
 
     Attributes:
         stage_id: As in the deploy config; ``None`` where none was named: what the environment says.
-        on: Whether the flag is on.
-        settings: Each with where it came from.
         budgets: What its worker will say of its budgets; ``None`` where that cannot be told here.
     """
 
     stage_id: object
     on: bool
-    settings: tuple[settings_origin.Origin, ...]
+    settings: tuple[settings.Origin, ...]
     budgets: str | None
 
 
@@ -63,11 +59,8 @@ class Report:
     """What was found.
 
     Attributes:
-        plugin: As vLLM-Omni will find it.
-        host: The versions of its packages.
+        host: The versions of vLLM-Omni's packages.
         seams: Each as it was looked at; empty where vLLM-Omni cannot be imported.
-        stages: Their settings.
-        deploy_config: The file that was named.
         problems: What will not work as asked, and the remedy.
         unseen: Why something could not be looked at.
         notes: What is as it may be, and good to know.
@@ -92,30 +85,13 @@ class Report:
         """Whether a stage has the flag on."""
         return any(stage.on for stage in self.stages)
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, for scripts."""
-        return {
-            "status": self.status,
-            "on": self.on,
-            "problems": self.problems,
-            "unseen": self.unseen,
-            "notes": self.notes,
-            "plugin": asdict(self.plugin),
-            "host": [{**asdict(version), "known": version.known} for version in self.host],
-            "seams": [asdict(look) for look in self.seams],
-            "deploy_config": self.deploy_config,
-            "stages": [
-                {
-                    "stage_id": stage.stage_id,
-                    "on": stage.on,
-                    "budgets": stage.budgets,
-                    "settings": [
-                        {**asdict(origin), "value": _plain(origin.value)} for origin in stage.settings
-                    ],
-                }
-                for stage in self.stages
-            ],
-        }
+
+def plain(value: Any) -> object:
+    """A record of a report for ``json.dumps()``, with what follows from its fields; a size as text."""
+    if isinstance(value, Size):
+        return str(value)
+    follows = {Report: ["status", "on"], compat.Version: ["known"]}.get(type(value), [])
+    return {name: getattr(value, name) for name in follows + [each.name for each in fields(value)]}
 
 
 def examine(*, deploy_config: str | None = None) -> Report:
@@ -130,9 +106,8 @@ def examine(*, deploy_config: str | None = None) -> Report:
     _look_at_host(report)
     _look_at_settings(report)
     if report.stages and not report.on:
-        elsewhere = (
-            "" if deploy_config else ", unless a stage of a deploy YAML says otherwise (--deploy-config)"
-        )
+        otherwise = ", unless a stage of a deploy YAML says otherwise (--deploy-config)"
+        elsewhere = "" if deploy_config else otherwise
         report.notes.append(
             f"the flag is off{elsewhere}: every model keeps its own session state. "
             f"To turn it on, set {ENV_FLAG}=1, or {FLAG}: true in the stage"
@@ -205,26 +180,35 @@ def _look_at_settings(report: Report) -> None:
             report.unseen.append(str(error))
             return
     _judge_places(report, written)
-    heard: dict[str, None] = {}
+    heard: dict[str, None] = {}  # what several stages say is said once
     for stage in written["stages"]:
         held = {**stage, **(stage.get("engine_args") or {})}
         flag, options = held.get(FLAG), settings.options_of(SimpleNamespace(**held))
-        found, complaints = settings_origin.origins(flag, os.environ, options=options)
-        resolved, _ = settings.resolve(flag, os.environ, options=options)
-        heard.update((str(complaint), None) for complaint in complaints)
-        budgets = None
+        found, _ = settings.origins(flag, os.environ, options=options)
+        resolved, complaints = settings.resolve(flag, os.environ, options=options)
+        bounds = None
         try:
-            budgets, ignored = compat.ignored(resolved)
-            heard.update(dict.fromkeys(ignored))
+            bounds, ignored = budgets.bounds_of(resolved, several_ranks=False)
+            complaints += ignored
         except Exception as error:  # noqa: BLE001 - a per cent of a memory that is not there
-            report.notes.append(f"the budgets cannot be worked out here: {type(error).__name__}: {error}")
-        report.stages.append(Stage(stage.get("stage_id"), resolved.enabled, found, budgets))
+            report.notes.append(f"the budgets cannot be worked out here: {error_text(error)}")
+        heard.update((str(complaint), None) for complaint in complaints)
+        named = None if bounds is None else str(bounds)
+        report.stages.append(Stage(stage.get("stage_id"), resolved.enabled, found, named))
         replicas = compat.replicas_of(written, stage)
         if resolved.enabled and replicas > 1:
             _judge_affinity(report, stage.get("stage_id"), replicas)
-    for name, meant in settings_origin.unread(os.environ).items():
-        heard[f"{name} is no setting and is not read" + (f"; do you mean {meant}?" if meant else "")] = None
-    report.problems += heard
+    report.problems += [*heard, *unread(os.environ)]
+
+
+def unread(environ: Iterable[str]) -> list[str]:
+    """Of each variable that looks like a setting and is none, that it is not read, and what may be meant."""
+    known = {ENV_KEY, *(setting.variable for setting in SETTINGS)}
+    said = []
+    for name in sorted(name for name in environ if name.startswith(ENV_FLAG) and name not in known):
+        near = [f"; do you mean {near}?" for near in difflib.get_close_matches(name, known, n=1)]
+        said.append(f"{name} is no setting and is not read" + "".join(near))
+    return said
 
 
 def _judge_affinity(report: Report, stage_id: object, replicas: int) -> None:
@@ -254,7 +238,3 @@ def _judge_places(report: Report, written: Mapping[str, Any]) -> None:
             report.problems.append(f"{FLAG} in the model_config of {where} has no effect: write it beside it")
         if key in stage:
             report.problems.append(f"{key} of {where} has no effect: write it in the stage's model_config")
-
-
-def _plain(value: object) -> object:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -12,7 +12,7 @@ exit   meaning
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -30,7 +30,6 @@ from vllm_omni_session_state.cli.client import (
 )
 
 PROGRAM = "vllm-omni-session-state"
-COULD_NOT = 2
 BROKEN_OFF = 130
 
 EXITS = (
@@ -42,38 +41,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     asked = _parser().parse_args(arguments)
     try:
-        if asked.command == "doctor":
-            return _doctor(deploy_config=asked.deploy_config, as_json=asked.json)
-        if asked.command == "ab":
-            return _ab(asked)
-        return _ask(asked)
+        status: int = asked.run(asked)
     except CommandError as error:
         sys.stderr.write(printable(f"{PROGRAM}: {error}") + "\n")
-        return COULD_NOT
+        return sessions.COULD_NOT
     except KeyboardInterrupt:
         return 0 if getattr(asked, "watch", False) else BROKEN_OFF
+    return status
 
 
-def _ask(asked: argparse.Namespace) -> int:
+def _sessions(asked: argparse.Namespace) -> int:
     client = Client(asked.url, api_key=asked.api_key, timeout_s=asked.timeout)
-    if asked.command == "sessions" and asked.watch:
+    if asked.command in sessions.ACTS:
+        return sessions.act(client, asked.command, asked.names)
+    if getattr(asked, "watch", False):
         return sessions.watch(client, every_s=asked.every, tables=_tables())
-    if asked.command == "sessions":
-        return sessions.show(client, as_json=asked.json, tables=_tables)
-    if asked.command == "inspect":
-        return sessions.inspect(client, asked.name, as_json=asked.json, tables=_tables)
-    return sessions.act(client, asked.command, asked.names)
+    return sessions.show(client, getattr(asked, "name", None), as_json=asked.json, tables=_tables)
 
 
-def _doctor(*, deploy_config: str | None, as_json: bool) -> int:
-    if as_json:
-        report = doctor.examine(deploy_config=deploy_config)
-        sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
-        return report.status
-    tables = _tables()
-    with tables.busy("Importing vLLM-Omni, and looking at it"):
-        report = doctor.examine(deploy_config=deploy_config)
-    tables.show_doctor(report)
+def _doctor(asked: argparse.Namespace) -> int:
+    tables = None if asked.json else _tables()
+    busy = tables.busy("Importing vLLM-Omni, and looking at it") if tables else contextlib.nullcontext()
+    with busy:
+        report = doctor.examine(deploy_config=asked.deploy_config)
+    if tables:
+        tables.show_doctor(report)
+    else:
+        sessions.print_json(report, plain=doctor.plain)
     return report.status
 
 
@@ -118,60 +112,28 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description="Session state for world models on vLLM-Omni, from the command line."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+
     asked = commands.add_parser(
         "doctor",
+        parents=[as_json],
         help="will it work here? Plugin, host, seams, settings",
-        description="Looks at the plugin, vLLM-Omni its seams, and the settings in force. Serves nothing, "
+        description="Looks at the plugin, vLLM-Omni, its seams, and the settings in force. Serves nothing, "
         "changes nothing.",
         epilog="exit status: 0 all right; 1 something will not work as asked; 2 could not look",
     )
+    asked.set_defaults(run=_doctor)
     asked.add_argument("--deploy-config", metavar="FILE", help="the deploy YAML that you serve with")
-    asked.add_argument("--json", action="store_true", help="one JSON object, for scripts")
 
-    _add_ab(
-        commands.add_parser(
-            "ab",
-            help="is every bit equal with the flag off and on? Serves a deployment twice and compares",
-            description="Serves one deploy YAML twice, with only the flag flipped, sends both the same and "
-            "compares every output, and the session state that each step leaves, bit by bit.",
-            epilog="exit status: 0 equal; 1 different; 2 could not run",
-        )
+    asked = commands.add_parser(
+        "ab",
+        help="is every bit equal with the flag off and on? Serves a deployment twice and compares",
+        description="Serves one deploy YAML twice, with only the flag flipped, sends both the same and "
+        "compares every output, and the session state that each step leaves, bit by bit.",
+        epilog="exit status: 0 equal; 1 different; 2 could not run",
     )
-
-    server = argparse.ArgumentParser(add_help=False)
-    server.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    server.add_argument(
-        "--api-key", metavar="KEY", help=f"the server's key (default: what {ENV_API_KEY} holds)"
-    )
-    server.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=_seconds,
-        default=DEFAULT_TIMEOUT_S,
-        help=f"how long to wait for the workers (default: {DEFAULT_TIMEOUT_S:g})",
-    )
-
-    asked = commands.add_parser("sessions", parents=[server], help="who holds what, and where", epilog=EXITS)
-    how = asked.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="one JSON object, for scripts")
-    how.add_argument("--watch", action="store_true", help="keep it up to date, until Ctrl-C")
-    asked.add_argument(
-        "--every",
-        metavar="SECONDS",
-        type=_seconds,
-        default=1.0,
-        help="with --watch, between looks (default: 1)",
-    )
-    asked = commands.add_parser("inspect", parents=[server], help="one session with its values", epilog=EXITS)
-    asked.add_argument("name", metavar="NAME", help="a session as it is shown, or its id")
-    asked.add_argument("--json", action="store_true", help="one JSON object, for scripts")
-    for name, help_ in sessions.ACTS.items():
-        asked = commands.add_parser(name, parents=[server], help=help_, epilog=EXITS)
-        asked.add_argument("names", metavar="NAME", nargs="+", help="a session as it is shown, or its id")
-    return parser
-
-
-def _add_ab(asked: argparse.ArgumentParser) -> None:
+    asked.set_defaults(run=_ab)
     asked.add_argument(
         "--deploy-config", metavar="FILE", required=True, help="the deploy YAML that you serve with"
     )
@@ -186,3 +148,31 @@ def _add_ab(asked: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--out", metavar="FOLDER", type=Path, help="for outputs, logs and the report (default: a new one)"
     )
+
+    server = argparse.ArgumentParser(add_help=False)
+    server.set_defaults(run=_sessions)
+    server.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    server.add_argument(
+        "--api-key", metavar="KEY", help=f"the server's key (default: what {ENV_API_KEY} holds)"
+    )
+    help_ = f"how long to wait for the workers (default: {DEFAULT_TIMEOUT_S:g})"
+    _add_seconds(server, "--timeout", DEFAULT_TIMEOUT_S, help_)
+
+    asked = commands.add_parser("sessions", parents=[server], help="who holds what, and where", epilog=EXITS)
+    how = asked.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    how.add_argument("--watch", action="store_true", help="keep it up to date, until Ctrl-C")
+    _add_seconds(asked, "--every", 1.0, "with --watch, between looks (default: 1)")
+    named = "a session as it is shown, or its id"
+    asked = commands.add_parser(
+        "inspect", parents=[server, as_json], help="one session with its values", epilog=EXITS
+    )
+    asked.add_argument("name", metavar="NAME", help=named)
+    for name, help_ in sessions.ACTS.items():
+        asked = commands.add_parser(name, parents=[server], help=help_, epilog=EXITS)
+        asked.add_argument("names", metavar="NAME", nargs="+", help=named)
+    return parser
+
+
+def _add_seconds(parser: argparse.ArgumentParser, name: str, default: float, help_: str) -> None:
+    parser.add_argument(name, metavar="SECONDS", type=_seconds, default=default, help=help_)

@@ -27,13 +27,19 @@ ACTS = {
 IN_ORDER, NOT_DONE, COULD_NOT = 0, 1, 2
 
 
-def show(client: Client, *, as_json: bool, tables: Callable[[], ModuleType]) -> int:
-    """Print all sessions."""
-    found = client.sessions()
+def show(client: Client, name: str | None = None, *, as_json: bool, tables: Callable[[], ModuleType]) -> int:
+    """Print all sessions, or one that is named with its values."""
+    try:
+        found = client.sessions() if name is None else client.session(name)
+    except NotDoneError as error:
+        _complain(str(name), error)
+        return NOT_DONE
     if as_json:
-        _print_json(found)
-    else:
+        print_json(found)
+    elif name is None:
         tables().show_sessions(found)
+    else:
+        tables().show_session(found)
     return IN_ORDER
 
 
@@ -61,20 +67,6 @@ def watch(client: Client, *, every_s: float, tables: ModuleType, rounds: int | N
                 trouble = str(error)
 
 
-def inspect(client: Client, name: str, *, as_json: bool, tables: Callable[[], ModuleType]) -> int:
-    """Print one session with its values."""
-    try:
-        found = client.session(name)
-    except NotDoneError as error:
-        _complain(name, error)
-        return NOT_DONE
-    if as_json:
-        _print_json(found)
-    else:
-        tables().show_session(found)
-    return IN_ORDER
-
-
 def act(client: Client, how: str, names: Sequence[str]) -> int:
     """Do something to each of some sessions, one line for each; what one refuses keeps no other from it."""
     status = IN_ORDER
@@ -93,5 +85,6 @@ def _complain(name: str, error: Exception) -> None:
     sys.stderr.write(printable(f"{name}: {error}") + "\n")
 
 
-def _print_json(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+def print_json(found: object, *, plain: Callable[[Any], object] | None = None) -> None:
+    """Print one JSON object, for scripts; ``plain`` says what a record is to it."""
+    sys.stdout.write(json.dumps(found, indent=2, default=plain) + "\n")

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from vllm_omni_session_state.base.kinds import Size
 from vllm_omni_session_state.base.printable import printable
-from vllm_omni_session_state.base.sizes import Size
 from vllm_omni_session_state.cli.doctor import COULD_NOT_LOOK, IN_ORDER, Report, Stage
 
 SOURCES = {"environment": "environment", "config": "deploy YAML", "default": "default"}
@@ -104,9 +104,8 @@ def _verdict(report: Report) -> Text:
     if report.status != IN_ORDER:
         count = len(report.problems)
         return Text(f"{count} problem{'s' if count > 1 else ''}: not all will work as asked.", "bold red")
-    return Text(
-        f"All right: the flag is {'on' if report.on else 'off'}, and nothing is in its way.", "bold green"
-    )
+    flag = "on" if report.on else "off"
+    return Text(f"All right: the flag is {flag}, and nothing is in its way.", "bold green")
 
 
 def show_sessions(found: Mapping[str, Any]) -> None:
@@ -128,10 +127,8 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
         trouble: Why this is not up to date.
     """
     rows = found["sessions"]
-    devices = sorted({device for row in rows for device in row["nbytes"]})
     table = _table(f"Sessions {at}".rstrip(), "session", "state")
-    for device in devices:
-        table.add_column(device, justify="right", no_wrap=True)
+    devices = _add_devices(table, rows)
     several = found["answered"] != [0]
     table.add_column("home" if several else "ranks", justify="right")
     table.columns[0].min_width = 14  # a hash is whole, an id may be folded
@@ -142,7 +139,7 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
             table,
             row["session"],
             Text(STATES[row["state"]], STYLES.get(row["state"], "")),
-            *(bytes_text(row["nbytes"].get(device, 0)) for device in devices),
+            *_cells(row, devices),
             Text(where if row["agree"] else f"{DIFFER} {where}", "" if row["agree"] else "yellow"),
         )
     parts: list[Any] = [table, _count(rows, devices)]
@@ -150,9 +147,8 @@ def sessions_table(found: Mapping[str, Any], *, at: str = "", trouble: str | Non
         split = any(row["home"] is None for row in rows)
         parts.append(Text(f"{DIFFER} {SPLIT if split else 'Not all ranks say the same.'}", "yellow"))
     if found["age_s"] >= 1:
-        parts.append(
-            Text(f"As of {found['age_s']:.0f} s ago: a worker is asked seldom, as steps run.", "yellow")
-        )
+        seldom = f"As of {found['age_s']:.0f} s ago: a worker is asked seldom, as steps run."
+        parts.append(Text(seldom, "yellow"))
     if trouble is not None:
         parts.append(Text(printable(f"Not up to date: {trouble}"), "bold red"))
     return Group(*parts)
@@ -169,33 +165,44 @@ def _count(rows: list[Mapping[str, Any]], devices: list[str]) -> Text:
         return Text("No sessions.", "dim")
     states = [row["state"] for row in rows]
     counted = [f"{states.count(state)} {words}" for state, words in STATES.items() if state in states]
-    held = [
-        f"{bytes_text(sum(row['nbytes'].get(device, 0) for row in rows))} on {device}" for device in devices
-    ]
+    held = {device: sum(row["nbytes"].get(device, 0) for row in rows) for device in devices}
     many = "1 session" if len(rows) == 1 else f"{len(rows)} sessions"
-    return Text(f"{many}: {', '.join(counted)}; together {', '.join(held) or 'nothing'}", "dim")
+    return Text(f"{many}: {', '.join(counted)}; together {_held(held)}", "dim")
 
 
 def show_session(found: Mapping[str, Any]) -> None:
     """Print one session with its values."""
     console = Console(highlight=False)
-    devices = sorted({device for value in found["values"] for device in value["nbytes"]})
     state = STATES[found["state"]]
     table = _table(f"Session {found['session']}: {state}", "value", "kind", "shape")
-    for device in devices:
-        table.add_column(device, justify="right", no_wrap=True)
+    devices = _add_devices(table, found["values"])
     for value in found["values"]:
-        cells = (bytes_text(value["nbytes"].get(device, 0)) for device in devices)
-        _add_row(table, value["name"], value["kind"], value["shape"], *cells)
+        _add_row(table, value["name"], value["kind"], value["shape"], *_cells(value, devices))
     console.print(table if found["values"] else Text(printable(f"Session {found['session']}"), "bold"))
-    held = ", ".join(f"{bytes_text(count)} on {device}" for device, count in sorted(found["nbytes"].items()))
     note = "" if found["values"] else "; what a parked session holds is not listed by value"
     if found["answered"] != [0]:
         named = "replica" if found["home"] is not None else "replicas"
         state += f", {named} {', '.join(map(str, found['replicas']))}"
-    console.print(Text(f"{state}: {held or 'nothing'}, each allocation once{note}", "dim"))
+    console.print(Text(f"{state}: {_held(found['nbytes'])}, each allocation once{note}", "dim"))
     if found["home"] is None:
         console.print(Text(f"{DIFFER} {SPLIT}", "yellow"))
+
+
+def _add_devices(table: Table, rows: list[Mapping[str, Any]]) -> list[str]:
+    """A column for each device on which one of the rows has bytes; returns these."""
+    devices = sorted({device for row in rows for device in row["nbytes"]})
+    for device in devices:
+        table.add_column(device, justify="right", no_wrap=True)
+    return devices
+
+
+def _cells(row: Mapping[str, Any], devices: list[str]) -> list[str]:
+    return [bytes_text(row["nbytes"].get(device, 0)) for device in devices]
+
+
+def _held(nbytes: Mapping[str, int]) -> str:
+    held = (f"{bytes_text(count)} on {device}" for device, count in sorted(nbytes.items()))
+    return ", ".join(held) or "nothing"
 
 
 def bytes_text(count: int) -> str:

@@ -10,7 +10,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from vllm_omni_session_state.base.errors import SessionRestoreFailedError, SessionStateError, without_frames
+from vllm_omni_session_state.base.errors import (
+    SessionRestoreFailedError,
+    SessionStateError,
+    error_text,
+    without_frames,
+)
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import log_once
 
@@ -68,11 +73,6 @@ def gather_status(
     return list(map(status_of, [message] if exchange is None else exchange(message)))
 
 
-def name_of(error: BaseException | None) -> str:
-    """An error as ranks tell it, without what it holds; ``""`` for none."""
-    return "" if error is None else f"{type(error).__name__}: {error}"
-
-
 def failures(words: Sequence[RankStatus]) -> str:
     """What went wrong, with the rank if there are several; the same on all, ``""`` where nothing did."""
     if len({word.about for word in words}) > 1:
@@ -110,7 +110,7 @@ class Ranks:
             return failed
         about = hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         try:
-            words = gather_status(self._exchange, about, place, name_of(failed))
+            words = gather_status(self._exchange, about, place, error_text(failed))
         except Exception as error:  # noqa: BLE001 - a rank is gone: the session stays where it is
             return without_frames(error)
         reasons = failures(words)
@@ -143,8 +143,7 @@ class Ranks:
             log_once(
                 logging.WARNING,
                 ("in place",),
-                "what this rank has of a parked session stays where it is, beyond its budget: %s: %s",
-                type(error).__name__,
-                error,
+                "what this rank has of a parked session stays where it is, beyond its budget: %s",
+                error_text(error),
             )
         return leave()

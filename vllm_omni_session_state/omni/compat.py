@@ -9,23 +9,17 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from vllm_omni_session_state.base.errors import SeamMismatchError
-from vllm_omni_session_state.base.log import LOGGER, Heard, forget_said
-from vllm_omni_session_state.base.settings import Settings
+from vllm_omni_session_state.base.errors import SeamMismatchError, error_text
 from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.server import hooks
-from vllm_omni_session_state.omni.worker import budgets
 
 TESTED = {"vllm": "0.30.0", "vllm_omni": "0.30.0", "torch": "2.13.0"}
 """By the name of the package the version that this plugin was tested with."""
 
-_OWN_STATE = "every model keeps its own session state"
 _RUNNER = "vllm_omni.experimental.ar_diffusion.runner.ARDiffusionModelRunner"
 _ENGINE = {
     "vllm_omni.experimental.ar_diffusion.kv_cache.state.ARDiffusionKVState": seams.KV_STATE_SEAMS,
@@ -34,18 +28,11 @@ _ENGINE = {
 }
 _LOADER = f"{seams.LOADER_MODULE}.{seams.LOADER_CLASS}"
 _WORKER = f"{seams.WORKER_MODULE}.DiffusionWorker"
-_ENDS = "ends of sessions do not reach the workers: what a client leaves stays there"
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One package of vLLM-Omni.
-
-    Attributes:
-        package: As it is imported.
-        installed: Its version; ``None`` where it is not there, ``""`` where it does not say.
-        tested: The version that this plugin was tested with.
-    """
+    """One package of vLLM-Omni; its version is ``None`` where it is not there, ``""`` where it says none."""
 
     package: str
     installed: str | None
@@ -59,15 +46,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class SeamCheck:
-    """One seam.
-
-    Attributes:
-        place: Its dotted name.
-        expected: Its parameters as the plugin expects them.
-        found: Its parameters as they are, or why there are none.
-        ok: Whether the plugin hooks it.
-        otherwise: What follows where it does not.
-    """
+    """One seam, by its dotted name, and what follows where it is not ``ok`` and so not hooked."""
 
     place: str
     expected: str
@@ -86,38 +65,40 @@ def import_host() -> str | None:
     try:
         _imported("vllm_omni")
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-        return f"{type(error).__name__}: {error}"
+        return error_text(error)
     return None
 
 
 def survey() -> list[SeamCheck]:
     """Look at every seam, in the order in which they are hooked."""
-    found = [_look_by_name(_LOADER, seams.LOADER_METHOD, "a method", _OWN_STATE)]
+    return [_look(owner, seam, otherwise) for owner, held, otherwise in _seams() for seam in held]
+
+
+def _seams() -> Iterator[tuple[str, tuple[seams.Seam, ...], str]]:
+    """Of each class or module of vLLM-Omni the seams, and what follows where one is not as expected."""
+    yield _LOADER, (seams.Seam(seams.LOADER_METHOD, "a method"),), "every model keeps its own session state"
     for pipeline, expected in seams.PIPELINE_SEAMS.items():
         own = f"{pipeline.rpartition('.')[2]} keeps its own session state"
-        found += [_look(pipeline, seam, own) for seam in expected]
+        yield pipeline, expected, own
         if pipeline in seams.RUNNER_PIPELINES:
-            found += [_look(_RUNNER, seam, own) for seam in seams.RUNNER_SEAMS]
+            yield _RUNNER, seams.RUNNER_SEAMS, own
     planned = "the engine's KV pool is as large as without the plugin, and several ranks park nothing"
-    found += [_look(_RUNNER, seam, planned) for seam in seams.SIZING_SEAMS]
-    left = "engine KV is neither counted nor parked"
+    yield _RUNNER, seams.SIZING_SEAMS, planned
     for owner, expected in _ENGINE.items():
-        found += [_look(owner, seam, left) for seam in expected]
+        yield owner, expected, "engine KV is neither counted nor parked"
     deaf = "a worker cannot be asked about its sessions, and ends of sessions do not reach it"
-    found += [_look(seams.WORKER_MODULE, seam, deaf) for seam in seams.WORKER_SEAMS]
-    awake = "when a worker sleeps, its sessions stay on the device"
-    found.append(_look(_WORKER, seams.SLEEP_SEAM, awake))
+    yield seams.WORKER_MODULE, seams.WORKER_SEAMS, deaf
+    yield _WORKER, (seams.SLEEP_SEAM,), "when a worker sleeps, its sessions stay on the device"
     behind = "when a worker shuts down, what is parked on the disk stays until the next one starts there"
-    found.append(_look(_WORKER, seams.SHUTDOWN_SEAM, behind))
-    found.append(_look(seams.SERVER_MODULE, seams.SERVER_FUNCTION, _ENDS))
-    bare = "with http on there are no routes"
-    found.append(_look_by_name(seams.SERVER_MODULE, seams.SERVER_BUILDER, "a function", bare))
-    for name, expected in seams.SERVING_SEAMS.items():
-        found += [_look(name, seam, _ENDS) for seam in expected]
-    apart = "where a stage has several replicas, sessions are split between them"
-    for name, expected in seams.POOL_SEAMS.items():
-        found += [_look(name, seam, apart) for seam in expected]
-    return found
+    yield _WORKER, (seams.SHUTDOWN_SEAM,), behind
+    stay = "ends of sessions do not reach the workers: what a client leaves stays there"
+    yield seams.SERVER_MODULE, (seams.SERVER_FUNCTION,), stay
+    builder = seams.Seam(seams.SERVER_BUILDER, "a function")
+    yield seams.SERVER_MODULE, (builder,), "with http on there are no routes"
+    for owner, expected in seams.SERVING_SEAMS.items():
+        yield owner, expected, stay
+    for owner, expected in seams.POOL_SEAMS.items():
+        yield owner, expected, "where a stage has several replicas, sessions are split between them"
 
 
 def is_of_a_pool(look: SeamCheck) -> bool:
@@ -158,46 +139,19 @@ def replicas_of(written: Mapping[str, Any], stage: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) and any(name.startswith(named) for name in served) else 0
 
 
-def ignored(settings: Settings) -> tuple[str, list[str]]:
-    """What a worker would say of its budgets, and which settings it would ignore, each with the reason."""
-    handler = Heard()
-    before = LOGGER.propagate, LOGGER.level
-    LOGGER.propagate = False
-    LOGGER.setLevel(logging.WARNING)
-    LOGGER.addHandler(handler)
-    forget_said()
-    try:
-        bounds = str(budgets.bounds_of(settings, several_ranks=False))
-        hooks._idle_park_s(settings)
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.propagate = before[0]
-        LOGGER.setLevel(before[1])
-    return bounds, handler.taken()
-
-
-def _look_by_name(owner: str, name: str, expected: str, otherwise: str) -> SeamCheck:
-    """A seam of which only the name is relied on."""
-    try:
-        found = expected if callable(getattr(_owner(owner), name, None)) else "nothing of that name"
-    except Exception as error:  # noqa: BLE001 - whatever an import raises
-        found = _failure(error)
-    return SeamCheck(f"{owner}.{name}", expected, found, found == expected, otherwise)
-
-
 def _look(name: str, seam: seams.Seam, otherwise: str) -> SeamCheck:
     found = seam.signature
     try:
-        seams.check(_owner(name), (seam,))
+        owner = _owner(name)
+        if not seam.signature.startswith("("):  # only its name is relied on
+            found = found if callable(getattr(owner, seam.name, None)) else "nothing of that name"
+        else:
+            seams.check(owner, (seam,))
     except SeamMismatchError as mismatch:
         found = mismatch.found
     except Exception as error:  # noqa: BLE001 - whatever an import raises
-        found = _failure(error)
+        found = error_text(error)
     return SeamCheck(f"{name}.{seam.name}", seam.signature, found, found == seam.signature, otherwise)
-
-
-def _failure(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _owner(name: str) -> Any:
@@ -207,15 +161,9 @@ def _owner(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    with _quiet():
-        return importlib.import_module(name)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What vLLM-Omni says while it is imported is not what was asked for."""
+    # What vLLM-Omni says while it is imported is not what was asked for.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+        return importlib.import_module(name)
 
 
 def _installed(package: str) -> str | None:

@@ -7,6 +7,7 @@ It is the worker's extension by vLLM-Omni's own setting, ``worker_extension_cls`
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from vllm_omni_session_state.ab.runs.outputs import walked
 from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.adapters.video_latents import FIELD, whole
 from vllm_omni_session_state.base.ids import DEFAULT, display_id
-from vllm_omni_session_state.base.log import LOGGER, Heard
+from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.omni.worker.rpc import manager_of, on_every_rank
 from vllm_omni_session_state.state.buffers import LatentBuffer
@@ -28,6 +29,27 @@ Seen = tuple[str, str]
 
 ENCODER_OUT = "vae_encoder_out"
 """DreamZero keeps all frames of it and reads the last ``num_frame_per_block``; the manager keeps those."""
+
+
+MOST_HEARD = 100
+
+
+class Heard(logging.Handler):
+    """Keeps the first `MOST_HEARD` of what is said at WARNING or above while it is a handler."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        if len(self._said) < MOST_HEARD:
+            self._said.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        """What there is, which is then forgotten."""
+        said, self._said = self._said, []
+        return said
 
 
 class ProbedWorker:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import weakref
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base.log import LOGGER, tried
 from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
@@ -54,19 +52,10 @@ def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
         return
     figures = StatsPoller(workers, loop)
     figures.want()  # the one call by which the workers' files are found
-    _tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
+    tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
     if http:
-        _tried(
+        tried(
             lambda: _add_routes(workers, figures, state), "the routes under /v1/session_state are not there"
-        )
-
-
-def _tried(add: Callable[[], None], otherwise: str) -> None:
-    try:
-        add()
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        log_once(
-            logging.WARNING, ("operator", otherwise), "%s: %s: %s", otherwise, type(error).__name__, error
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
-from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base.log import LOGGER, log_once, tried
 from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
@@ -48,7 +48,8 @@ def wrap(module: ModuleType) -> None:
     name = seams.SERVER_FUNCTION.name
     original = getattr(module, name, None)
     if not callable(original):
-        _say_left_alone("API server", f"expected a function {module.__name__}.{name}, found none")
+        why = f"expected a function {module.__name__}.{name}, found none"
+        log_once(logging.WARNING, ("no function", name), "%s: %s", _left_alone("API server"), why)
         return
     if hasattr(original, _MARK):
         return
@@ -57,11 +58,12 @@ def wrap(module: ModuleType) -> None:
     @functools.wraps(original)
     async def omni_init_app_state(*args: Any, **kwargs: Any) -> Any:
         result = await original(*args, **kwargs)
-        try:
+
+        def connected() -> None:
             call = inspect.signature(original).bind(*args, **kwargs)
             connect(call.arguments["engine_client"], call.arguments["state"])
-        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-            _say_left_alone("API server", f"{type(error).__name__}: {error}")
+
+        tried(connected, _left_alone("API server"))
         return result
 
     setattr(omni_init_app_state, _MARK, True)
@@ -95,12 +97,12 @@ def _connect_ends(
         workers.holds,
         resume_s=settings.resume_s,
         park=workers.park,
-        idle_park_s=_idle_park_s(settings),
+        idle_park_s=settings.idle_park_s if settings.has_tier else 0.0,
         expire=workers.expire,
-        expire_s=settings.expire_s if _has_tier(settings) else 0.0,
+        expire_s=settings.expire_s if settings.has_tier else 0.0,
         mark=workers.mark_stale,
         idle_drop_s=settings.idle_drop_s,
-        begin=workers.begin_restore if _has_disk(settings) else None,
+        begin=workers.begin_restore if settings.has_disk else None,
     )
 
     def robots() -> None:
@@ -115,40 +117,12 @@ def _connect_ends(
             _checked(_ROLLOUT, rollout)
             _hook_rollout(rollout, policy, ends)
 
-    hooked = [_tried("robot websocket", robots), _tried("rollout endpoints", rollouts)]
-    if any(hooked):
+    hooked = tried(robots, _left_alone("robot websocket"))
+    hooked |= tried(rollouts, _left_alone("rollout endpoints"))
+    if hooked:
         LOGGER.info("ends of sessions reach the workers of stages %s", stages)
         if settings.idle_drop_s:
             ends.tell_the_time(workers.tell_the_time)
-
-
-def _has_tier(settings: settings.Settings) -> bool:
-    return settings.host_budget is not None or _has_disk(settings)
-
-
-def _has_disk(settings: settings.Settings) -> bool:
-    return None not in (settings.disk_path, settings.disk_budget)
-
-
-def _idle_park_s(settings: settings.Settings) -> float:
-    if settings.idle_park_s and not _has_tier(settings):
-        log_once(
-            logging.WARNING,
-            ("idle_park_s",),
-            "idle_park_s=%g alone has nowhere to park a session; set host_budget or disk.path. It is ignored",
-            settings.idle_park_s,
-        )
-        return 0.0
-    return settings.idle_park_s
-
-
-def _tried(what: str, hook: Callable[[], None]) -> bool:
-    try:
-        hook()
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        _say_left_alone(what, f"{type(error).__name__}: {error}")
-        return False
-    return True
 
 
 class RobotSessionProxy:
@@ -252,11 +226,5 @@ def _checked(name: str, instance: object = None) -> type:
     return owner
 
 
-def _say_left_alone(what: str, why: str) -> None:
-    log_once(
-        logging.WARNING,
-        ("serving", what),
-        "the %s is left alone, and sessions that end there stay in the worker: %s",
-        what,
-        why,
-    )
+def _left_alone(what: str) -> str:
+    return f"the {what} is left alone, and sessions that end there stay in the worker"

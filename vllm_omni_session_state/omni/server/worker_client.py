@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.replicas.calls import Asked, Callee, Replicas
@@ -145,7 +145,7 @@ class WorkerClient:
             ):
                 raise asked
             if isinstance(asked, BaseException):
-                all_said = all_said.also(_Said([], [f"{type(asked).__name__}: {asked}"], refused=False))
+                all_said = all_said.also(_Said([], [error_text(asked)], refused=False))
             else:
                 all_said = all_said.also(_said_of(at, asked))
         return all_said

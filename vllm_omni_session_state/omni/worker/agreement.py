@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_session_state.adapters.patches import Patches
-from vllm_omni_session_state.base.errors import SeamMismatchError, TierFaultError
+from vllm_omni_session_state.base.errors import SeamMismatchError, TierFaultError, error_text
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.manager.consensus import AllGather, failures, gather_status, name_of
+from vllm_omni_session_state.manager.consensus import AllGather, failures, gather_status
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.omni.worker import budgets, engine_kv, kv_sizing, ranks
 from vllm_omni_session_state.omni.worker.lifecycle import leave_process
@@ -101,7 +101,7 @@ def preallocate(runner: Any, original: Callable[..., None], available_bytes: int
         if reserved is None:
             original(available_bytes=available_bytes)
     except BaseException as error:
-        failed = name_of(error)
+        failed = error_text(error)
         raise
     finally:
         take_pool(runner, manager, failed=failed)
@@ -128,7 +128,7 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
     try:
         mine = mine if failed else f"{runner._session_capacity} {_kv_nbytes(runner)}"
     except Exception as error:  # noqa: BLE001 - the others wait
-        failed = name_of(error)
+        failed = error_text(error)
     try:
         words = gather_status(_exchange(), "KV pool", mine, failed)
         reasons = failures(words)
@@ -146,7 +146,7 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
         )
     runner._session_capacity = min(places)
     manager.offloader.engine_nbytes = max(nbytes)
-    budgets.say_too_small(manager.offloader)
+    budgets.say(budgets.too_small(manager.offloader))
     manager.capacity.pool = RunnerPool(runner)
 
 
@@ -188,7 +188,7 @@ def _leave_disk(manager: SessionStateManager, why: str) -> None:
     if disk is not None:
         with contextlib.suppress(TierFaultError):  # the next worker that starts there cleans
             disk.close()
-    budgets.say_no_disk(why)
+    budgets.say([budgets.no_disk(why)])
 
 
 def _sized_together(
@@ -203,9 +203,9 @@ def _sized_together(
     try:
         reserved = kv_sizing.preallocate(runner, manager, original, available_bytes)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        failed = name_of(error)
+        failed = error_text(error)
     except BaseException as error:
-        _reasons("sizing", failed=name_of(error))
+        _reasons("sizing", failed=error_text(error))
         raise
     reasons = _reasons("sizing", failed=failed)
     if reasons:

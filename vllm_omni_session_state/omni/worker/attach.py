@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from vllm_omni_session_state.adapters import ADAPTERS
 from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.errors import error_text
 from vllm_omni_session_state.base.ids import show_in_the_clear
 from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.omni.worker import budgets
 
 if TYPE_CHECKING:
     from vllm_omni_session_state.manager.consensus import AllGather
@@ -38,10 +40,9 @@ def attach(pipeline: object, od_config: object) -> None:
         log_once(
             logging.WARNING,
             ("attach", name),
-            "%s keeps its own session state: %s: %s. It serves as without the plugin",
+            "%s keeps its own session state: %s. It serves as without the plugin",
             name,
-            type(error).__name__,
-            error,
+            error_text(error),
         )
 
 
@@ -60,8 +61,7 @@ def _attach(pipeline: object, od_config: object) -> None:
     chosen, complaints = settings.resolve(
         None if flag is _NO_FIELD else flag, os.environ, options=settings.options_of(od_config)
     )
-    for complaint in complaints:
-        log_once(logging.WARNING, ("complaint", complaint.setting, complaint.value), "%s", complaint)
+    budgets.say(complaints)
     if not chosen.enabled:
         return
     if known is None:
@@ -73,9 +73,8 @@ def _attach(pipeline: object, od_config: object) -> None:
 
 def _give(pipeline: object, od_config: object, known: str, chosen: settings.Settings) -> None:
     # Imported here: these pull in torch, which a process that never turns the flag on need not pay for.
-    from vllm_omni_session_state.manager.consensus import name_of  # noqa: PLC0415
     from vllm_omni_session_state.omni.hooks import seams  # noqa: PLC0415
-    from vllm_omni_session_state.omni.worker import agreement, budgets, ranks, runner  # noqa: PLC0415
+    from vllm_omni_session_state.omni.worker import agreement, ranks, runner  # noqa: PLC0415
 
     _end_earlier_loads(od_config)
     load = agreement.Load(od_config, weakref.ref(pipeline))
@@ -90,11 +89,12 @@ def _give(pipeline: object, od_config: object, known: str, chosen: settings.Sett
             exchange = None  # its sessions end with their calls: there is nothing to agree on
         elif not runner.hook_runner() and several_ranks:
             apart = "this vLLM-Omni's ranks cannot agree on the engine's KV pool when it is made"
-        bounds = budgets.bounds_of(chosen, several_ranks=several_ranks, apart=apart)
+        bounds, ignored = budgets.bounds_of(chosen, several_ranks=several_ranks, apart=apart)
+        budgets.say(ignored)
         _manage(pipeline, load, known, chosen, bounds=bounds, exchange=None if apart else exchange)
     except Exception as error:
         load.patches.undo()
-        load.failed = name_of(error)
+        load.failed = error_text(error)
         raise
     finally:
         if exchange is None:
@@ -113,12 +113,12 @@ def _manage(
     """Make the manager and attach the adapter; what has failed here, the ranks tell each other later."""
     from vllm_omni_session_state.manager.manager import SessionStateManager  # noqa: PLC0415
     from vllm_omni_session_state.offload.host_tier import HostTier  # noqa: PLC0415
-    from vllm_omni_session_state.omni.worker import budgets, rpc  # noqa: PLC0415
+    from vllm_omni_session_state.omni.worker import rpc  # noqa: PLC0415
 
     adapter = importlib.import_module(f"vllm_omni_session_state.adapters.{ADAPTERS[known]}")
     disk, load.no_disk = budgets.disk_tier(bounds, keep=chosen.keep_on_exit)
     if load.no_disk and exchange is None:
-        budgets.say_no_disk(load.no_disk)
+        budgets.say([budgets.no_disk(load.no_disk)])
     manager = SessionStateManager(
         max_sessions=chosen.max_sessions,
         device_budget=bounds.device,
@@ -141,7 +141,7 @@ def _manage(
             disk.close()
         raise
     load.manager = weakref.ref(manager)
-    budgets.say_too_small(manager.offloader)
+    budgets.say(budgets.too_small(manager.offloader))
     show_in_the_clear(chosen.show_ids)
     LOGGER.info(
         "session state manager (experimental) is on for %s: %d sessions are kept, %s",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from vllm_omni_session_state.base.errors import SessionStateError, without_frames
+from vllm_omni_session_state.base.errors import SessionStateError, error_text, without_frames
 from vllm_omni_session_state.base.ids import AmbiguousNameError, Names, display_id, session_key
 from vllm_omni_session_state.base.log import log_failure
 from vllm_omni_session_state.manager.manager import SessionStateManager
@@ -119,7 +119,7 @@ class PerName:
 def about(error: Exception) -> dict[str, Any]:
     """An error as plain data: in words, and whether it is a refusal of our own, or of an unclear name."""
     return {
-        "error": f"{type(error).__name__}: {error}",
+        "error": error_text(error),
         "refused": isinstance(error, SessionStateError),
         "ambiguous": isinstance(error, AmbiguousNameError),
     }

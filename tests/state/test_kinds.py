@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_session_state.base.sizes import Size, read_size
+from vllm_omni_session_state.base.kinds import Size, read_size
 
 
 @pytest.mark.parametrize(
