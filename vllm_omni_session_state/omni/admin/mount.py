@@ -8,16 +8,15 @@ server that does not name it in ``VLLM_PLUGINS``, and naming it keeps all other 
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching, seams
+from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 _applications: list[weakref.ref[Any]] = []
@@ -26,18 +25,14 @@ _applications: list[weakref.ref[Any]] = []
 
 def note_applications(module: ModuleType) -> None:
     """Wrap the function by which the server builds its application; where there is none, nothing happens."""
-    original = getattr(module, seams.SERVER_BUILDER, None)
-    if not callable(original) or hasattr(original, seams.MARK):
-        return
+    if callable(getattr(module, seams.SERVER_BUILDER, None)):
+        patching.wrap(module, seams.SERVER_BUILDER, _build)
 
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        app = original(*args, **kwargs)
-        _applications[:] = [weakref.ref(app)]
-        return app
 
-    setattr(build, seams.MARK, True)
-    setattr(module, seams.SERVER_BUILDER, build)
+def _build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    app = original(*args, **kwargs)
+    _applications[:] = [weakref.ref(app)]
+    return app
 
 
 def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
@@ -54,19 +49,10 @@ def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
         return
     figures = StatsPoller(workers, loop)
     figures.want()  # the one call by which the workers' files are found
-    _tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
+    tried("the metrics vllm_omni_session_state:* are not there", lambda: _add_metrics(workers, figures))
     if http:
-        _tried(
-            lambda: _add_routes(workers, figures, state), "the routes under /v1/session_state are not there"
-        )
-
-
-def _tried(add: Callable[[], None], otherwise: str) -> None:
-    try:
-        add()
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        log_once(
-            logging.WARNING, ("operator", otherwise), "%s: %s: %s", otherwise, type(error).__name__, error
+        tried(
+            "the routes under /v1/session_state are not there", lambda: _add_routes(workers, figures, state)
         )
 
 

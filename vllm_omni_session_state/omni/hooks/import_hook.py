@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.omni.hooks.patching import tried
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -68,9 +67,4 @@ class _ThenLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader  # the module looks as if nobody had waited for it
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        try:
-            self._then(module)
-        except Exception as error:  # noqa: BLE001 - a hook never breaks an import
-            log_once(
-                logging.WARNING, ("imports", module.__name__), "%s is not hooked: %s", module.__name__, error
-            )
+        tried(f"{module.__name__} is not hooked", lambda: self._then(module))

@@ -16,8 +16,6 @@ from vllm_omni_session_state.base.errors import SeamMismatchError
 
 LOADER_MODULE = "vllm_omni.diffusion.model_loader.diffusers_loader"
 _MISSING = object()
-MARK = "__session_state_wrapper__"
-"""Attribute of every function that this plugin puts around one of vLLM-Omni's."""
 
 LOADER_CLASS = "DiffusersPipelineLoader"
 LOADER_METHOD = "load_model"

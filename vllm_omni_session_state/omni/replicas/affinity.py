@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SessionStateError
 from vllm_omni_session_state.base.ids import DEFAULT
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching
+from vllm_omni_session_state.omni.hooks.patching import warn_failed
 from vllm_omni_session_state.omni.replicas.homes import Asking, Homes
 
 ASK_EVERY_S = 0.5
@@ -42,13 +42,9 @@ def say_split(what: str, error: Exception) -> None:
         what: Of which stage.
         error: Why.
     """
-    log_once(
-        logging.WARNING,
-        ("affinity", what),
-        "with several replicas of %s, steps of one session WILL go to different ones, and its rollout goes "
-        "wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas: %s: %s",
-        what,
-        type(error).__name__,
+    warn_failed(
+        f"with several replicas of {what}, steps of one session WILL go to different ones, and its rollout "
+        "goes wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas",
         error,
     )
 
@@ -97,7 +93,6 @@ class Affinity:
         self.homes = Homes(strict=strict, under_way=self._under_way)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._pool = pool
-        self._original = pool.submit_initial
         self._asking: asyncio.Task[None] | None = None
         self._newcomers = False
         self._mute: weakref.WeakSet[Any] = weakref.WeakSet()  # clients that cannot be asked
@@ -105,14 +100,7 @@ class Affinity:
 
     def follow(self) -> None:
         """From now on a step goes to its session's home."""
-        original = self._original
-
-        @functools.wraps(original)
-        async def submit_initial(request_id: str, req_state: Any, request: Any, **how: Any) -> Any:
-            return await self._submit(request_id, req_state, request, **how)
-
-        setattr(submit_initial, seams.MARK, True)
-        self._pool.submit_initial = submit_initial
+        patching.wrap(self._pool, "submit_initial", self._submit)
 
     def live(self) -> dict[int, object]:
         """By its slot the client of each replica that can be given a step."""
@@ -174,7 +162,9 @@ class Affinity:
         else:
             self.homes.heard({key: quiet[key]}, [False], [expire])
 
-    async def _submit(self, request_id: str, req_state: Any, request: Any, **how: Any) -> Any:
+    async def _submit(
+        self, original: Callable[..., Any], request_id: str, req_state: Any, request: Any, **how: Any
+    ) -> Any:
         step = slot = None
         try:
             step = self._step(request_id, req_state, how)
@@ -185,7 +175,7 @@ class Affinity:
         except Exception as error:  # noqa: BLE001 - a hook never breaks serving
             say_split(f"stage {self._pool.stage_id}", error)
             step = None
-        got = await self._original(request_id, req_state, request, **how)
+        got = await original(request_id, req_state, request, **how)
         if step is not None and got != slot:
             self.homes.went(step.session, request_id, got, self._pool.clients[got])
         if step is not None and step.close:

@@ -6,10 +6,12 @@ replica stands still for good. Then it waits up to ten seconds for the rest of t
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+from vllm_omni_session_state.omni.hooks import patching
 
 LOOK_EVERY_MS = 100
 """Between two looks whether the process still lives, while it is not connected."""
@@ -57,13 +59,11 @@ def make_careful(client: Any) -> None:
 
 def _wait_apart(client: weakref.ref[Any], manager: Any) -> None:
     """Have a dead replica's process be waited for in a thread of its own; any other is as ever."""
-    original = manager.shutdown
 
-    @functools.wraps(original)
-    def shutdown(*args: Any, **kwargs: Any) -> None:
+    def shutdown(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if getattr(client(), "_engine_dead", False):
             threading.Thread(target=original, args=args, kwargs=kwargs, name="session-state-farewell").start()
         else:
             original(*args, **kwargs)
 
-    manager.shutdown = shutdown
+    patching.wrap(manager, "shutdown", shutdown)

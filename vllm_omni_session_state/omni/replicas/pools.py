@@ -5,13 +5,12 @@ With the flag off the one wrapper hands through, and every pool is as vLLM-Omni 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.base.errors import SeamMismatchError
+from vllm_omni_session_state.omni.hooks import patching, seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
 from vllm_omni_session_state.omni.replicas.affinity import Affinity, say_split
 from vllm_omni_session_state.omni.replicas.peers import make_careful
@@ -30,25 +29,19 @@ def install() -> None:
 def wrap(module: ModuleType) -> None:
     """Wrap the method that brings replicas together, once; one that looks otherwise is left alone."""
     runtime = getattr(module, _RUNTIME.rpartition(".")[2], None)
-    (seam,) = seams.POOL_SEAMS[_RUNTIME]
-    original: Callable[..., Any] = getattr(runtime, seam.name, None)  # type: ignore[assignment]
-    if hasattr(original, seams.MARK):
-        return
     try:
-        seams.check(runtime or module, (seam,))
-    except SessionStateError as error:
+        seams.check(runtime or module, seams.POOL_SEAMS[_RUNTIME])
+    except SeamMismatchError as error:
         say_split("any stage", error)
         return
+    patching.wrap(runtime, "_assemble_stage_pools", _assemble_stage_pools)
 
-    @functools.wraps(original)
-    def _assemble_stage_pools(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pools = original(self, *args, **kwargs)
-        for pool in pools:
-            _follow(pool, self)
-        return pools
 
-    setattr(_assemble_stage_pools, seams.MARK, True)
-    setattr(runtime, seam.name, _assemble_stage_pools)
+def _assemble_stage_pools(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    pools = original(self, *args, **kwargs)
+    for pool in pools:
+        _follow(pool, self)
+    return pools
 
 
 def affinity_of(pool: Any) -> Affinity | None:

@@ -9,7 +9,6 @@ object touched. In a process that is no API server only the engine's replicas ar
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import logging
@@ -21,14 +20,14 @@ from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
 from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.omni.admin import mount
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching, seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
+from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.replicas import pools
 from vllm_omni_session_state.omni.replicas.stages import stages_with_sessions
 from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
-_MARK = seams.MARK
 _ENDS = "_session_state_ends"
 """Attribute of a serving object of vLLM-Omni: the live sessions behind it."""
 
@@ -45,27 +44,26 @@ def install() -> None:
 
 def wrap(module: ModuleType) -> None:
     """Wrap the function that the server calls when its engine is there, once."""
+    tried(_left_alone("API server"), lambda: _wrap(module))
+
+
+def _wrap(module: ModuleType) -> None:
     name = seams.SERVER_FUNCTION.name
-    original = getattr(module, name, None)
-    if not callable(original):
-        _say_left_alone("API server", f"expected a function {module.__name__}.{name}, found none")
-        return
-    if hasattr(original, _MARK):
-        return
+    if not callable(getattr(module, name, None)):
+        raise TypeError(f"expected a function {module.__name__}.{name}, found none")
     mount.note_applications(module)
+    patching.wrap(module, name, _omni_init_app_state)
 
-    @functools.wraps(original)
-    async def omni_init_app_state(*args: Any, **kwargs: Any) -> Any:
-        result = await original(*args, **kwargs)
-        try:
-            call = inspect.signature(original).bind(*args, **kwargs)
-            connect(call.arguments["engine_client"], call.arguments["state"])
-        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-            _say_left_alone("API server", f"{type(error).__name__}: {error}")
-        return result
 
-    setattr(omni_init_app_state, _MARK, True)
-    setattr(module, name, omni_init_app_state)
+async def _omni_init_app_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = await original(*args, **kwargs)
+
+    def connect_them() -> None:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        connect(call.arguments["engine_client"], call.arguments["state"])
+
+    tried(_left_alone("API server"), connect_them)
+    return result
 
 
 def connect(engine_client: Any, state: Any) -> None:
@@ -106,7 +104,7 @@ def _connect_ends(
     def robots() -> None:
         _checked(_POLICY, policy)
         setattr(policy, _ENDS, (ends, settings))
-        _hook_connection(_checked(_ROBOT))
+        patching.wrap(_checked(_ROBOT), "handle_connection", _handle_connection)
 
     def rollouts() -> None:
         rollout = getattr(state, "rl_rollout_serving", None)
@@ -115,7 +113,10 @@ def _connect_ends(
             _checked(_ROLLOUT, rollout)
             _hook_rollout(rollout, policy, ends)
 
-    hooked = [_tried("robot websocket", robots), _tried("rollout endpoints", rollouts)]
+    hooked = [
+        tried(_left_alone("robot websocket"), robots),
+        tried(_left_alone("rollout endpoints"), rollouts),
+    ]
     if any(hooked):
         LOGGER.info("ends of sessions reach the workers of stages %s", stages)
         if settings.idle_drop_s:
@@ -140,15 +141,6 @@ def _idle_park_s(settings: settings.Settings) -> float:
         )
         return 0.0
     return settings.idle_park_s
-
-
-def _tried(what: str, hook: Callable[[], None]) -> bool:
-    try:
-        hook()
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        _say_left_alone(what, f"{type(error).__name__}: {error}")
-        return False
-    return True
 
 
 class RobotSessionProxy:
@@ -210,36 +202,25 @@ class RobotSessionProxy:
                 self._ends.leave(self, only=key)
 
 
-def _hook_connection(connection: type) -> None:
-    original: Callable[[Any], Any] = connection.handle_connection  # type: ignore[attr-defined]
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    async def handle_connection(self: Any) -> Any:
-        behind = getattr(self.serving, _ENDS, None)
-        if behind is None:
-            return await original(self)
-        door = self.serving = RobotSessionProxy(self, *behind)
-        try:
-            return await original(self)
-        finally:
-            door.leave()
-
-    setattr(handle_connection, _MARK, True)
-    connection.handle_connection = handle_connection  # type: ignore[attr-defined]
+async def _handle_connection(original: Callable[..., Any], self: Any) -> Any:
+    behind = getattr(self.serving, _ENDS, None)
+    if behind is None:
+        return await original(self)
+    proxy = self.serving = RobotSessionProxy(self, *behind)
+    try:
+        return await original(self)
+    finally:
+        proxy.leave()
 
 
 def _hook_rollout(rollout: Any, policy: Any, ends: LiveSessions) -> None:
     """vLLM-Omni calls ``drop_session`` at every close and reset; it looks for the model in this process."""
-    original = rollout._infer_world_model
 
-    @functools.wraps(original)
-    async def infer(obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
+    async def infer(original: Callable[..., Any], obs: Any, *, session_id: str, reset: bool) -> Any:
         async with ends.step(session_id, rollout):
             return await original(obs, session_id=session_id, reset=reset)
 
-    rollout._infer_world_model = infer
+    patching.wrap(rollout, "_infer_world_model", infer)
     policy.drop_session = ends.end
 
 
@@ -252,11 +233,5 @@ def _checked(name: str, instance: object = None) -> type:
     return owner
 
 
-def _say_left_alone(what: str, why: str) -> None:
-    log_once(
-        logging.WARNING,
-        ("serving", what),
-        "the %s is left alone, and sessions that end there stay in the worker: %s",
-        what,
-        why,
-    )
+def _left_alone(what: str) -> str:
+    return f"the {what} is left alone, and sessions that end there stay in the worker"

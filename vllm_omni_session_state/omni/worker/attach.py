@@ -12,6 +12,7 @@ from vllm_omni_session_state.adapters import ADAPTERS
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import show_in_the_clear
 from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.omni.hooks.patching import warn_failed
 
 if TYPE_CHECKING:
     from vllm_omni_session_state.manager.consensus import AllGather
@@ -34,15 +35,8 @@ def attach(pipeline: object, od_config: object) -> None:
     try:
         _attach(pipeline, od_config)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        name = type(pipeline).__qualname__
-        log_once(
-            logging.WARNING,
-            ("attach", name),
-            "%s keeps its own session state: %s: %s. It serves as without the plugin",
-            name,
-            type(error).__name__,
-            error,
-        )
+        what = f"{type(pipeline).__qualname__} keeps its own session state"
+        warn_failed(what, error, then=". It serves as without the plugin")
 
 
 def _attach(pipeline: object, od_config: object) -> None:

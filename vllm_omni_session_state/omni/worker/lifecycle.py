@@ -6,7 +6,6 @@ is parked, engine KV with the rest, comes back at the session's next lease, whic
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 from vllm_omni_session_state.base.errors import CannotParkError, without_frames
 from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching, seams
 
 WAIT_S = 10.0
 """Seconds for which all sessions that are on their way are waited for: whoever moves one may be gone."""
@@ -44,21 +43,14 @@ def hook_shutdown(worker: type, manager_of: ManagerOf) -> None:
 def _before(
     worker: type, seam: seams.Seam, act: Callable[[SessionStateManager], None], manager_of: ManagerOf
 ) -> None:
-    original = getattr(worker, seam.name, None)
-    if hasattr(original, seams.MARK):
-        return
-    seams.check(worker, (seam,))
-    assert original is not None, "as just checked"
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         manager = manager_of(self)
         if manager is not None:
             act(manager)
         return original(self, *args, **kwargs)
 
-    setattr(method, seams.MARK, True)
-    setattr(worker, seam.name, method)
+    seams.check(worker, (seam,))
+    patching.wrap(worker, seam.name, method)
 
 
 def leave_device(manager: SessionStateManager) -> None:

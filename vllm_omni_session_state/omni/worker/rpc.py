@@ -10,17 +10,17 @@ With several replicas of a stage vLLM-Omni asks each and hands back one answer a
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base.ids import digest, display_id
-from vllm_omni_session_state.base.log import log_failure, log_once
+from vllm_omni_session_state.base.log import log_failure
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
+from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.worker import engine_view, publisher
 from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, hook_sleep
 from vllm_omni_session_state.omni.worker.per_name import PerName, about
@@ -42,22 +42,15 @@ def _add(module: ModuleType) -> None:
         for name, method in METHODS.items():
             setattr(module.DiffusionWorker, name, method)
 
-    _tried(methods, "this worker cannot be asked about its sessions, and ends of sessions do not reach it")
-    _tried(
-        lambda: hook_sleep(module.DiffusionWorker, manager_of),
+    tried("this worker cannot be asked about its sessions, and ends of sessions do not reach it", methods)
+    tried(
         "when this worker sleeps, its sessions stay on the device",
+        lambda: hook_sleep(module.DiffusionWorker, manager_of),
     )
-    _tried(
-        lambda: hook_shutdown(module.DiffusionWorker, manager_of),
+    tried(
         "when this worker shuts down, what is parked on the disk stays until the next one starts there",
+        lambda: hook_shutdown(module.DiffusionWorker, manager_of),
     )
-
-
-def _tried(hook: Callable[[], None], otherwise: str) -> None:
-    try:
-        hook()
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        log_once(logging.WARNING, ("worker", otherwise), "%s: %s: %s", otherwise, type(error).__name__, error)
 
 
 def stats(worker: Any) -> Answer:
