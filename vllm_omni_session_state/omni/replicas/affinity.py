@@ -149,6 +149,11 @@ class Affinity:
         """The sessions that a name may mean, by how a call takes it."""
         return [name] if how.get("only_id") else self.homes.named(name)
 
+    def may_have(self, client: object, key: str) -> bool:
+        """Whether a replica has a session, or may have one of which nothing is known."""
+        home = self.homes.of(key)
+        return not self.homes.is_lost(key) if home is None else client is home
+
     def _heard_of_end(
         self, method: str, key: str, at: int, ranks: list[Mapping[str, Any]], quiet: Asking
     ) -> None:

@@ -89,16 +89,12 @@ def _connect_ends(
     workers: WorkerClient, state: Any, policy: Any, settings: settings.Settings, stages: list[int]
 ) -> None:
     ends = LiveSessions(
-        workers.close,
-        workers.holds,
+        workers,
         resume_s=settings.resume_s,
-        park=workers.park,
         idle_park_s=_idle_park_s(settings),
-        expire=workers.expire,
         expire_s=settings.expire_s if _has_tier(settings) else 0.0,
-        mark=workers.mark_stale,
         idle_drop_s=settings.idle_drop_s,
-        begin=workers.begin_restore if _has_disk(settings) else None,
+        early=_has_disk(settings),
     )
 
     def robots() -> None:
@@ -120,7 +116,7 @@ def _connect_ends(
     if any(hooked):
         LOGGER.info("ends of sessions reach the workers of stages %s", stages)
         if settings.idle_drop_s:
-            ends.tell_the_time(workers.tell_the_time)
+            ends.tell_the_time()
 
 
 def _has_tier(settings: settings.Settings) -> bool:
