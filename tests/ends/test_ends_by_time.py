@@ -17,21 +17,20 @@ async def test_a_session_that_nobody_steps_is_parked_once_and_its_next_step_star
     async def park(key):
         parked.append(key)
 
-    server = Server(calls={"park": park}, idle_park_s=0.05)
+    timers, server = Timers(), Server(calls={"park": park}, idle_park_s=HOUR)
     gate = asyncio.Event()
     running = asyncio.create_task(server.step("busy", until=gate))
     await server.step("x")
-    await asyncio.sleep(0.03)
+    (first,) = timers.set
     await server.step("x")
-    await asyncio.sleep(0.03)
-    assert parked == [], "its last step was a moment ago"
-    await asyncio.sleep(0.1)
+    assert first[0].cancelled(), "its last step was a moment ago"
+    await timers.due()
     assert parked == ["x"], "and one with a step under way is not asked"
     gate.set()
     await running
     await server.step("x")
     server.ends.end("x")
-    await asyncio.sleep(0.15)
+    await timers.due()
     assert parked == ["x", "busy"], "one that has ended is not parked"
     assert server.arrived == ["x"]
 
