@@ -22,7 +22,7 @@ ACTS = {
     "park": ("parked", "parked"),
     "restore": ("restored", "restored"),
 }
-"""By what can be done to a session the key under which a rank says whether it is done, and the word for it."""
+"""By what can be done to a session the key under which a rank says whether it is done, and its word."""
 
 STATUS = {
     "not_found": 404,
