@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.base.log import forget_said, tried
 from vllm_omni_session_state.omni.hooks import patching
 
 
@@ -61,7 +61,7 @@ def test_a_hook_that_fails_is_said_once_and_changes_nothing(caplog):
     before = dict(vars(Worker))
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"):
         for _ in range(2):
-            assert not patching.tried("it naps", lambda: patching.wrap(Worker, "nap", twice))
+            assert not tried(lambda: patching.wrap(Worker, "nap", twice), "it naps")
     assert vars(Worker) == before
     (line,) = caplog.messages
     assert line.startswith("it naps: AttributeError: ")

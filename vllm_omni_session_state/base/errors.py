@@ -32,6 +32,11 @@ def without_frames(error: ErrorT) -> ErrorT:
     return error
 
 
+def error_text(error: BaseException | None) -> str:
+    """What failed, as logs, answers and ranks tell it: the type and the message; ``""`` for no error."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
 class NotAllocatedError(SessionStateError, RuntimeError):
     """A state object was written or read before ``allocate()``.
 

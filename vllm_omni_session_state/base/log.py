@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.printable import printable
 
 LOGGER = logging.getLogger("vllm_omni.session_state")
@@ -91,6 +92,16 @@ def log_rarely(level: int, key: tuple[str, ...], message: str, *args: object) ->
         message += " (%d more like it in the last %.0f s)"
         args = (*args, last.held_back, now - last.at)
     LOGGER.log(level, message, *args)
+
+
+def tried(hook: Callable[[], object], otherwise: str) -> bool:
+    """Whether a hook did its work. If it raised, what follows is said once, and serving goes on."""
+    try:
+        hook()
+    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        log_once(logging.WARNING, ("tried", otherwise), "%s: %s", otherwise, error_text(error))
+        return False
+    return True
 
 
 def log_failure(what: str, error: Exception) -> None:

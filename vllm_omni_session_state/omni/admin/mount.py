@@ -13,10 +13,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.base.log import LOGGER, tried
 from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
 from vllm_omni_session_state.omni.hooks import patching, seams
-from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 _applications: list[weakref.ref[Any]] = []
@@ -49,10 +48,10 @@ def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
         return
     figures = StatsPoller(workers, loop)
     figures.want()  # the one call by which the workers' files are found
-    tried("the metrics vllm_omni_session_state:* are not there", lambda: _add_metrics(workers, figures))
+    tried(lambda: _add_metrics(workers, figures), "the metrics vllm_omni_session_state:* are not there")
     if http:
         tried(
-            "the routes under /v1/session_state are not there", lambda: _add_routes(workers, figures, state)
+            lambda: _add_routes(workers, figures, state), "the routes under /v1/session_state are not there"
         )
 
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni_session_state.base.errors import error_text
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.admin.aggregate import Row, rows
 from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
@@ -150,7 +151,7 @@ class StatsPoller:
                 try:
                     await self.ask()
                 except Exception as error:  # noqa: BLE001 - the last ones stay, and their age tells
-                    LOGGER.debug("no figures came: %s: %s", type(error).__name__, error)
+                    LOGGER.debug("no figures came: %s", error_text(error))
             await self._look_for_splits()
             await asyncio.sleep(EVERY_S)
             if self._until <= begun:

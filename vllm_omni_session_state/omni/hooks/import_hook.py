@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.omni.hooks.patching import tried
+from vllm_omni_session_state.base.log import tried
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -67,4 +67,4 @@ class _ThenLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader  # the module looks as if nobody had waited for it
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        tried(f"{module.__name__} is not hooked", lambda: self._then(module))
+        tried(lambda: self._then(module), f"{module.__name__} is not hooked")

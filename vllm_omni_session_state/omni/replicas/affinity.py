@@ -15,14 +15,12 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.ids import DEFAULT
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.omni.hooks import patching
-from vllm_omni_session_state.omni.hooks.patching import warn_failed
 from vllm_omni_session_state.omni.replicas.homes import Asking, Homes
 
 ASK_EVERY_S = 0.5
@@ -36,21 +34,18 @@ _ENDS = ("session_state_close", "session_state_reset", _EXPIRE)
 
 
 def say_split(what: str, error: Exception) -> None:
-    """Say once that sessions have no home.
-
-    Args:
-        what: Of which stage.
-        error: Why.
-    """
-    warn_failed(
-        f"with several replicas of {what}, steps of one session WILL go to different ones, and its rollout "
-        "goes wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas",
-        error,
+    """Say once that sessions of a stage have no home, and why."""
+    log_once(
+        logging.WARNING,
+        ("affinity", what),
+        "with several replicas of %s, steps of one session WILL go to different ones, and its rollout goes "
+        "wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas: %s",
+        what,
+        error_text(error),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """What a request says of its session."""
 
     session: str
@@ -90,7 +85,7 @@ class Affinity:
     """
 
     def __init__(self, pool: Any, *, strict: bool) -> None:
-        self.homes = Homes(strict=strict, under_way=self._under_way)
+        self.homes = Homes(strict=strict, under_way=lambda request: _is_bound(pool, request))
         self.loop: asyncio.AbstractEventLoop | None = None
         self._pool = pool
         self._asking: asyncio.Task[None] | None = None
@@ -192,7 +187,7 @@ class Affinity:
         """What a request says of its session; ``None`` for one whose replica is chosen already."""
         pool = self._pool
         self._note_loop()
-        if pool.get_bound_replica_id(request_id) is not None or how.get("affinity_request_id") is not None:
+        if _is_bound(pool, request_id) or how.get("affinity_request_id") is not None:
             return None
         params = how.get("params_override")
         if params is None:
@@ -209,7 +204,13 @@ class Affinity:
                 await self._make_room()
                 live = self.live() or live
             self._newcomers = self._newcomers or len(live) > 1 or 2 * len(homes) > homes.most
-        slot = homes.place(step.session, request_id, live, self._running, reset=step.reset)
+        slot = homes.place(
+            step.session,
+            request_id,
+            live,
+            lambda slot: int(self._pool.replica_monitor_sample(slot)[1]),
+            reset=step.reset,
+        )
         if self._pool.is_distributed:
             self._pool._affinity[request_id] = self._pool._client_input_addr(live[slot])
         else:
@@ -226,12 +227,6 @@ class Affinity:
         await asyncio.wait({asyncio.ensure_future(self._ask())}, timeout=PATIENCE_S)
         if self.homes.full and all(client in self._mute for client in self.attached().values()):
             self.homes.drop_oldest()
-
-    def _running(self, slot: int) -> int:
-        return int(self._pool.replica_monitor_sample(slot)[1])
-
-    def _under_way(self, request_id: str) -> bool:
-        return self._pool.get_bound_replica_id(request_id) is not None
 
     def _note_loop(self) -> None:
         if self.loop is None:
@@ -271,6 +266,10 @@ class Affinity:
         each = [[rank[name] for rank in ranks] for name in ("found", "lost")]
         found, lost = ([any(said) for said in zip(*ranked, strict=True)] for ranked in each)
         self.homes.heard(asking, found, lost)
+
+
+def _is_bound(pool: Any, request_id: str) -> bool:
+    return pool.get_bound_replica_id(request_id) is not None
 
 
 def _of_one_request(error: SessionStateError) -> Exception:

@@ -18,11 +18,10 @@ from typing import Any
 
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
-from vllm_omni_session_state.base.log import LOGGER, log_once
+from vllm_omni_session_state.base.log import LOGGER, log_once, tried
 from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import patching, seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
-from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.replicas import pools
 from vllm_omni_session_state.omni.replicas.stages import stages_with_sessions
 from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
@@ -44,7 +43,7 @@ def install() -> None:
 
 def wrap(module: ModuleType) -> None:
     """Wrap the function that the server calls when its engine is there, once."""
-    tried(_left_alone("API server"), lambda: _wrap(module))
+    tried(lambda: _wrap(module), _left_alone("API server"))
 
 
 def _wrap(module: ModuleType) -> None:
@@ -62,7 +61,7 @@ async def _omni_init_app_state(original: Callable[..., Any], *args: Any, **kwarg
         call = inspect.signature(original).bind(*args, **kwargs)
         connect(call.arguments["engine_client"], call.arguments["state"])
 
-    tried(_left_alone("API server"), connect_them)
+    tried(connect_them, _left_alone("API server"))
     return result
 
 
@@ -109,11 +108,9 @@ def _connect_ends(
             _checked(_ROLLOUT, rollout)
             _hook_rollout(rollout, policy, ends)
 
-    hooked = [
-        tried(_left_alone("robot websocket"), robots),
-        tried(_left_alone("rollout endpoints"), rollouts),
-    ]
-    if any(hooked):
+    hooked = tried(robots, _left_alone("robot websocket"))
+    hooked |= tried(rollouts, _left_alone("rollout endpoints"))
+    if hooked:
         LOGGER.info("ends of sessions reach the workers of stages %s", stages)
         if settings.idle_drop_s:
             ends.tell_the_time()

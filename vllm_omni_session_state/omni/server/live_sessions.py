@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import LOGGER, log_rarely
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient, WorkersStoppedError
@@ -200,7 +200,7 @@ class LiveSessions:
             try:
                 await self._workers.tell_the_time()
             except Exception as error:  # noqa: BLE001 - serving goes on
-                LOGGER.warning("idle_drop_s marks nobody: %s: %s", type(error).__name__, error)
+                LOGGER.warning("idle_drop_s marks nobody: %s", error_text(error))
 
         self._begin(tell())
 
@@ -292,5 +292,5 @@ class LiveSessions:
         except SessionStateError as error:  # a refusal comes again and again
             log_rarely(logging.WARNING, ("ends", failed), f"{failed}: %s", display_id(key), error)
         except Exception as error:  # noqa: BLE001 - the session is where it was, and goes on
-            LOGGER.warning(f"{failed}: %s: %s", display_id(key), type(error).__name__, error)
+            LOGGER.warning(f"{failed}: %s", display_id(key), error_text(error))
         return False

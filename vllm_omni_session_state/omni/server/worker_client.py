@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.replicas.calls import Asked, Callee, Replicas
@@ -122,7 +122,7 @@ class WorkerClient:
             if isinstance(asked, BaseException):
                 if isinstance(asked, WorkersStoppedError) or len(done) == 1:
                     raise asked
-                asked = Asked(failures=[f"{type(asked).__name__}: {asked}"])  # noqa: PLW2901
+                asked = Asked(failures=[error_text(asked)])  # noqa: PLW2901
             for answer in asked.answers.values():
                 ranks = [_of_one(rank, at) for rank in answer["ranks"]]
                 replicas.append(ranks)

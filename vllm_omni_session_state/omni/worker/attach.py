@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from vllm_omni_session_state.adapters import ADAPTERS
 from vllm_omni_session_state.base import settings
+from vllm_omni_session_state.base.errors import error_text
 from vllm_omni_session_state.base.ids import show_in_the_clear
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.omni.hooks.patching import warn_failed
 
 if TYPE_CHECKING:
     from vllm_omni_session_state.manager.consensus import AllGather
@@ -35,8 +35,9 @@ def attach(pipeline: object, od_config: object) -> None:
     try:
         _attach(pipeline, od_config)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        what = f"{type(pipeline).__qualname__} keeps its own session state"
-        warn_failed(what, error, then=". It serves as without the plugin")
+        what = "%s keeps its own session state: %s. It serves as without the plugin"
+        name = type(pipeline).__qualname__
+        log_once(logging.WARNING, ("attach", name), what, name, error_text(error))
 
 
 def _attach(pipeline: object, od_config: object) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_session_state.base.errors import CannotParkError, without_frames
+from vllm_omni_session_state.base.errors import CannotParkError, error_text, without_frames
 from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.omni.hooks import patching, seams
@@ -88,7 +88,7 @@ def leave_process(manager: SessionStateManager) -> None:
         if disk.keep:
             _keep_all(manager)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        LOGGER.warning("what is parked on the disk stays there: %s: %s", type(error).__name__, error)
+        LOGGER.warning("what is parked on the disk stays there: %s", error_text(error))
     except BaseException as stop:
         kept, name = manager.stats()["disk_sessions"], type(stop).__name__
         LOGGER.warning("%s while sessions are written: %d of %d are kept", name, kept, len(manager))

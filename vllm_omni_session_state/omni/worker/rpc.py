@@ -15,12 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base.ids import digest, display_id
-from vllm_omni_session_state.base.log import log_failure
+from vllm_omni_session_state.base.log import log_failure, tried
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.hooks.import_hook import when_imported
-from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.worker import engine_view, publisher
 from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, hook_sleep
 from vllm_omni_session_state.omni.worker.per_name import PerName, about
@@ -42,14 +41,14 @@ def _add(module: ModuleType) -> None:
         for name, method in METHODS.items():
             setattr(module.DiffusionWorker, name, method)
 
-    tried("this worker cannot be asked about its sessions, and ends of sessions do not reach it", methods)
+    tried(methods, "this worker cannot be asked about its sessions, and ends of sessions do not reach it")
     tried(
-        "when this worker sleeps, its sessions stay on the device",
         lambda: hook_sleep(module.DiffusionWorker, manager_of),
+        "when this worker sleeps, its sessions stay on the device",
     )
     tried(
-        "when this worker shuts down, what is parked on the disk stays until the next one starts there",
         lambda: hook_shutdown(module.DiffusionWorker, manager_of),
+        "when this worker shuts down, what is parked on the disk stays until the next one starts there",
     )
 
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SeamMismatchError
+from vllm_omni_session_state.base.log import tried
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.omni.hooks import patching, seams
-from vllm_omni_session_state.omni.hooks.patching import tried
 from vllm_omni_session_state.omni.worker import agreement, engine_kv
 from vllm_omni_session_state.state.session import SessionState
 
@@ -63,7 +63,7 @@ def _get_or_create_session(original: Callable[..., Any], self: Any, session_id: 
         self._sessions.pop(session_id).close()
     state = original(self, session_id)
     # An engine that looks otherwise keeps its KV to itself.
-    tried("engine KV is neither counted nor parked", lambda: _join(self, session, state))
+    tried(lambda: _join(self, session, state), "engine KV is neither counted nor parked")
     return state
 
 
