@@ -33,15 +33,11 @@ _HOLDS, _EXPIRE = "session_state_holds", "session_state_expire"
 _ENDS = ("session_state_close", "session_state_reset", _EXPIRE)
 
 
-def say_split(what: str, error: Exception) -> None:
-    """Say once that sessions of a stage have no home, and why."""
-    log_once(
-        logging.WARNING,
-        ("affinity", what),
-        "with several replicas of %s, steps of one session WILL go to different ones, and its rollout goes "
-        "wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas: %s",
-        what,
-        error_text(error),
+def sessions_split(what: str) -> str:
+    """What follows for some stage where its sessions have no home."""
+    return (
+        f"with several replicas of {what}, steps of one session WILL go to different ones, and its rollout "
+        "goes wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas"
     )
 
 
@@ -173,7 +169,8 @@ class Affinity:
         except SessionStateError as error:
             raise _of_one_request(error) from None
         except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-            say_split(f"stage {self._pool.stage_id}", error)
+            what = sessions_split(f"stage {self._pool.stage_id}")
+            log_once(logging.WARNING, ("affinity", what), "%s: %s", what, error_text(error))
             step = None
         got = await original(request_id, req_state, request, **how)
         if step is not None and got != slot:

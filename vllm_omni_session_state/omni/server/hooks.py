@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -151,7 +151,7 @@ class RobotSessionProxy:
         self._ends = ends
         self._switch_ends = settings.switch_ends
         self._current: str | None = None
-        self._mine: dict[str, None] = {}
+        self._mine: dict[str, None] = {}  # its sessions, in the order of their first steps
         self._fresh = False
 
     def __getattr__(self, name: str) -> Any:
@@ -166,10 +166,15 @@ class RobotSessionProxy:
 
     async def infer(self, obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
         """Take one step; ``reset`` comes as vLLM-Omni has it, and goes on as false where one resumes."""
-        if self._switch_ends and self._current not in (None, session_id):
-            self._forget([self._current])
-        self._current = session_id
-        self._forget_what_the_host_forgot()
+        # What vLLM-Omni does not remember as this connection's ends: its next step starts anew.
+        seen = getattr(self._connection, "_seen_sessions", self._mine)
+        over = [key for key in self._mine if key not in seen]
+        current, self._current = self._current, session_id
+        if self._switch_ends and current is not None and current not in (session_id, *over):
+            over.append(current)
+        for key in over:
+            self._mine.pop(key, None)
+            self._ends.leave(self, only=key)
         # An id goes without saying for the rest of a connection; to resume a session it must be said.
         named = bool(obs.get("session_id")) and session_id != DEFAULT
         if reset and named and not self._fresh and await self._ends.resume(session_id, self):
@@ -181,18 +186,6 @@ class RobotSessionProxy:
     def leave(self) -> None:
         """The connection is over."""
         self._ends.leave(self, keep=True)
-
-    def _forget_what_the_host_forgot(self) -> None:
-        """End sessions that vLLM-Omni does not remember as this connection's: their next step starts anew."""
-        seen = getattr(self._connection, "_seen_sessions", None)
-        if seen is not None:
-            self._forget([key for key in self._mine if key not in seen])
-
-    def _forget(self, keys: Iterable[str | None]) -> None:
-        for key in keys:
-            if key is not None:
-                self._mine.pop(key, None)
-                self._ends.leave(self, only=key)
 
 
 async def _handle_connection(original: Callable[..., Any], self: Any) -> Any:
