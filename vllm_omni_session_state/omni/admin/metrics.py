@@ -75,16 +75,12 @@ Samples = Iterator[tuple[Any, ...]]
 """Of each the metric's name, its labels but replica and rank, its value: of a histogram buckets and sum."""
 
 Lost = Callable[[], Mapping[int, int]]
+"""How many sessions were lost with their replica, by its number; known here, and to no worker."""
 _NONE: Mapping[int, int] = {}
 
 
 class SessionStateCollector(Collector):
-    """Answers scrapes.
-
-    Args:
-        figures: The last known ones.
-        lost: How many sessions were lost with their replica, by its number; known here, and to no worker.
-    """
+    """Answers scrapes from the last known figures."""
 
     def __init__(self, figures: StatsPoller, lost: Lost) -> None:
         self._figures = figures

@@ -35,13 +35,7 @@ def _build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
-    """Offer an operator what the settings ask for. Never raises.
-
-    Args:
-        workers: Whom to ask.
-        state: The application's.
-        http: Whether the routes are on.
-    """
+    """Offer an operator what the settings ask for, with ``http`` the routes too. Never raises."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:  # no server that serves: there is nobody to answer

@@ -51,12 +51,7 @@ class RefusedError(Exception):
 
 
 class AdminService:
-    """Answers for the workers of one API server.
-
-    Args:
-        workers: Whom to ask.
-        figures: The last known ones.
-    """
+    """Answers for the workers of one API server, and from the last known figures."""
 
     def __init__(self, workers: WorkerClient, figures: StatsPoller) -> None:
         self._workers = workers

@@ -19,11 +19,7 @@ class SplitSessions:
         self._looks: dict[str, int] = {}
 
     def look(self, rows: Iterable[Row]) -> int:
-        """Note what a listing of all replicas says, and how many sessions are split.
-
-        Args:
-            rows: Of ``aggregate.rows()``, all of them.
-        """
+        """Note what ``aggregate.rows()`` of all replicas say: how many sessions are split."""
         found = split(rows)
         self._looks = {row["session"]: min(3, self._looks.get(row["session"], 0) + 1) for row in found}
         for row in found:

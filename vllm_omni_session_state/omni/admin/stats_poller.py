@@ -50,11 +50,7 @@ class LastKnown:
 
 
 class StatsPoller:
-    """The figures of some workers.
-
-    Args:
-        workers: Which.
-        loop: The API server's.
+    """The figures of some workers, on the API server's loop.
 
     Attributes:
         split: How many sessions are in several replicas; ``None`` as long as no listing tells.

@@ -37,10 +37,7 @@ class Reading:
 
 
 class StatsSource:
-    """One rank.
-
-    Args:
-        answer: Its part of the answer to ``session_state_figures``.
+    """One rank, by its part of the answer to ``session_state_figures``.
 
     Attributes:
         gone: Whether its worker was found dead.
@@ -104,11 +101,7 @@ _MOST = 1 << 63
 
 
 def _check(figures: Mapping[str, Any]) -> None:
-    """Refuse figures that lack what everybody expects of them, or have what is no figure.
-
-    Raises:
-        UnreadableError: If they do.
-    """
+    """Raise ``UnreadableError`` for figures that lack what is expected of them, or have what is no figure."""
     counts = {name: value for name, value in figures.items() if name not in _OTHERS}
     bounds, kv, ends, only_kv, moves = (figures.get(name) for name in _OTHERS)
     whole = (

@@ -50,11 +50,7 @@ class _Step(NamedTuple):
 
 
 def step_of(extra_args: Mapping[str, Any] | None) -> _Step | None:
-    """The session of a request and what becomes of it, as vLLM-Omni's AR-Diffusion runner reads it.
-
-    Returns:
-        ``None`` for a request that the runner refuses.
-    """
+    """What vLLM-Omni's AR-Diffusion runner reads of a request; ``None`` for one that it refuses."""
     from vllm_omni.experimental.ar_diffusion.tick_protocol import ARDiffusionTickRequest  # noqa: PLC0415
 
     extra = extra_args or {}
@@ -112,11 +108,7 @@ class Affinity:
     async def call(
         self, slot: int, client: object, method: str, names: tuple[str, ...], how: Mapping[str, bool]
     ) -> Any:
-        """Call a method of the workers of one replica; on the orchestrator's loop.
-
-        Returns:
-            vLLM-Omni's answer of that replica.
-        """
+        """Call a method of one replica's workers, on the orchestrator's loop; what vLLM-Omni answers of it."""
         if self.attached().get(slot) is not client:
             return {"supported": False, "error": f"replica {slot} is gone"}
         meant = [self.meant(name, how) if method in _ENDS else [] for name in names]

@@ -68,10 +68,6 @@ class Replicas:
 
     A replica's number is its slot in its stage's pool, and stays that after another one's death. With several
     stages it is the slot times their count, plus the place of its own among them.
-
-    Args:
-        engine_client: vLLM-Omni's ``AsyncOmni``.
-        stage_ids: The stages.
     """
 
     def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
@@ -105,12 +101,7 @@ class Replicas:
         return self._where([key]) if self._stages else [self._everybody]
 
     def named(self, names: Iterable[str], how: Mapping[str, bool]) -> list[Callee]:
-        """Those that have the sessions that names may mean; all, where nobody is known to.
-
-        Args:
-            names: Ids, or as a listing shows them.
-            how: How a call takes them.
-        """
+        """Those that have the sessions that names may mean, as a call takes them; all, where nobody does."""
         keys = {key for name in names for affinity in self._stages for key in affinity.meant(name, how)}
         return (self._where(keys) if keys else []) or self.all()
 

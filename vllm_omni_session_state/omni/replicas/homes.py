@@ -179,13 +179,9 @@ class Homes:
         return {key: self._homes[key].last for key in keys if key in self._homes and not self._busy(key)}
 
     def to_ask(self, live: Live, *, oldest: bool) -> dict[int, Asking]:
-        """Which replica, by its slot, is to be asked for which sessions: those in doubt, and the oldest.
+        """Which replica, by its slot, is to be asked for which sessions: those in doubt, or ``oldest`` too.
 
         A session with a step under way is none of them. That one is gone needs no answer.
-
-        Args:
-            live: The replicas that can be asked.
-            oldest: Whether to ask for more than those in doubt.
         """
         for key in [key for key in self._doubted if not _is_live(self._homes[key], live)]:
             del self._doubted[key]
@@ -198,12 +194,9 @@ class Homes:
         return found
 
     def heard(self, asked: Asking, found: Iterable[bool], lost: Iterable[bool]) -> None:
-        """What a replica answered: nothing is taken from it of a session that had a step meanwhile.
+        """Whether a replica has each session that it was asked for, or knows it as lost.
 
-        Args:
-            asked: What it was asked for.
-            found: Whether it has each,
-            lost: or knows it as lost.
+        Of one that had a step meanwhile nothing is taken from that.
         """
         for (key, last), there, gone in zip(asked.items(), found, lost, strict=True):
             home = self._homes.get(key)

@@ -18,12 +18,7 @@ LOOK_EVERY_MS = 100
 
 
 class _Careful:
-    """Stands where a client's socket does; what is sent to a process that is gone is dropped.
-
-    Args:
-        socket: vLLM-Omni's.
-        process: At its other end.
-    """
+    """Stands where a client's socket does; what is sent to a process that is gone is dropped."""
 
     def __init__(self, socket: Any, process: Any) -> None:
         import zmq  # noqa: PLC0415 - vLLM-Omni brings it
@@ -44,11 +39,7 @@ class _Careful:
 
 
 def make_careful(client: Any) -> None:
-    """Have the farewell to a local replica of vLLM-Omni hold up nobody.
-
-    Args:
-        client: vLLM-Omni's; one without a process or a socket of its own is left as it is.
-    """
+    """Have the farewell to a local replica hold up nobody; one without a process of its own is left alone."""
     socket, manager = getattr(client, "_request_socket", None), getattr(client, "_proc_manager", None)
     process = getattr(manager, "proc", None)
     if socket is None or process is None or isinstance(socket, _Careful):

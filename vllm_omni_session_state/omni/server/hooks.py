@@ -66,12 +66,7 @@ async def _omni_init_app_state(original: Callable[..., Any], *args: Any, **kwarg
 
 
 def connect(engine_client: Any, state: Any) -> None:
-    """Have the ends of sessions reach the workers of every stage that has the flag on; else do nothing.
-
-    Args:
-        engine_client: vLLM-Omni's ``AsyncOmni``.
-        state: The application's state, filled by vLLM-Omni.
-    """
+    """Have the ends of sessions reach the workers of every stage that has the flag on; else do nothing."""
     stages = stages_with_sessions(engine_client)
     if not stages:
         return
@@ -137,13 +132,7 @@ def _idle_park_s(settings: settings.Settings) -> float:
 
 
 class RobotSessionProxy:
-    """Stands between one robot's connection and vLLM-Omni's serving object, whose three names it offers.
-
-    Args:
-        connection: vLLM-Omni's ``RobotRealtimeConnection``.
-        ends: The live sessions.
-        settings: The settings in force.
-    """
+    """Stands between one robot's connection and vLLM-Omni's serving object, whose three names it offers."""
 
     def __init__(self, connection: Any, ends: LiveSessions, settings: settings.Settings) -> None:
         self._connection = connection

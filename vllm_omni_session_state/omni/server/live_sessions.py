@@ -113,13 +113,7 @@ class LiveSessions:
 
     @asynccontextmanager
     async def step(self, key: str, owner: object, *, named: bool = False) -> AsyncIterator[None]:
-        """One step of a session, which is live from here on.
-
-        Args:
-            key: The session's id.
-            owner: Who takes the step.
-            named: Whether a robot named the session by an id of its own.
-        """
+        """One step of a session, which is live from here on. Whether it is ``named``: see `_Live`."""
         await self._wait_for_pending_end(key)
         live = self._live.setdefault(key, _Live())
         live.go_on(owner)
@@ -150,10 +144,6 @@ class LiveSessions:
 
         It may be kept, or still another connection's: a robot that lost its network is back before the
         server notices. That connection has it no longer.
-
-        Args:
-            key: The id by which the robot names it.
-            owner: The connection that names it.
         """
         await self._wait_for_pending_end(key)
         live = self._live.get(key)
@@ -168,12 +158,9 @@ class LiveSessions:
         return there
 
     def leave(self, owner: object, *, only: str | None = None, keep: bool = False) -> None:
-        """Note that ``owner`` goes on with none of its sessions; those that nobody else has end.
+        """Note that ``owner`` goes on with none of its sessions, or not with ``only`` that one.
 
-        Args:
-            owner: Who leaves.
-            only: The one session that it leaves.
-            keep: Keep those that can be resumed for as long as the settings say.
+        Those that nobody else has end, or with ``keep`` are kept for ``resume_s`` if they can be resumed.
         """
         for key, live in list(self._live.items()):
             if owner not in live.owners or only not in (None, key):
@@ -272,13 +259,7 @@ class LiveSessions:
             await asyncio.sleep(0)  # its callback runs
 
     async def _ask(self, call: Callable[[str], Awaitable[bool | None]], key: str, failed: str) -> bool:
-        """What the workers answer, true for a call without an answer; false where it fails, which is said.
-
-        Args:
-            call: Of `WorkerClient`.
-            key: Of the session.
-            failed: What is said, with a place for how the session is shown.
-        """
+        """What the workers answer, true for a call without an answer; false where it fails, which is said."""
         try:
             return await call(key) is not False
         except WorkersStoppedError:

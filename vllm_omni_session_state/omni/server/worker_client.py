@@ -26,12 +26,7 @@ class WorkersStoppedError(Exception):
 
 
 class WorkerClient:
-    """The workers of some stages, with all their replicas and ranks.
-
-    Args:
-        engine_client: vLLM-Omni's ``AsyncOmni``.
-        stage_ids: The stages.
-    """
+    """The workers of some stages of vLLM-Omni's ``AsyncOmni``, with all their replicas and ranks."""
 
     def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
         self._engine_client = engine_client
@@ -83,11 +78,7 @@ class WorkerClient:
         await self._done("session_state_mark_stale", key)
 
     async def tell_the_time(self) -> None:
-        """Say that sessions are going to be marked stale.
-
-        Raises:
-            RuntimeError: If a replica did not hear it; the others have.
-        """
+        """Say that sessions are going to be marked stale; an error if a replica did not hear it."""
         asked = await self.ask("session_state_mark_stale")
         if asked.failures and not self._unsupported:
             raise RuntimeError("; ".join(asked.failures))

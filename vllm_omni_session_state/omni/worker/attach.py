@@ -27,10 +27,6 @@ def attach(pipeline: object, od_config: object) -> None:
 
     Whatever goes wrong is said in one WARNING per pipeline class, and the pipeline is left as it was
     loaded. It never raises.
-
-    Args:
-        pipeline: What ``load_model`` returned.
-        od_config: vLLM-Omni's configuration that it was loaded from.
     """
     try:
         _attach(pipeline, od_config)

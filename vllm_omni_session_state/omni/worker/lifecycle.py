@@ -25,12 +25,8 @@ ManagerOf = Callable[[Any], SessionStateManager | None]
 def hook_sleep(worker: type, manager_of: ManagerOf) -> None:
     """Have every session leave the device before vLLM-Omni's worker sleeps; idempotent.
 
-    Args:
-        worker: vLLM-Omni's worker class.
-        manager_of: The manager of a worker's model, if it has one.
-
     Raises:
-        SeamMismatchError: If it does not look as expected; nothing has changed.
+        SeamMismatchError: If the worker's class does not look as expected; nothing has changed.
     """
     _before(worker, seams.SLEEP_SEAM, leave_device, manager_of)
 
