@@ -108,7 +108,7 @@ class Affinity:
     async def call(
         self, slot: int, client: object, method: str, names: tuple[str, ...], how: Mapping[str, bool]
     ) -> Any:
-        """Call a method of one replica's workers, on the orchestrator's loop; what vLLM-Omni answers of it."""
+        """Call a method of one replica's workers, on the orchestrator's loop; what vLLM-Omni answers."""
         if self.attached().get(slot) is not client:
             return {"supported": False, "error": f"replica {slot} is gone"}
         meant = [self.meant(name, how) if method in _ENDS else [] for name in names]

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.manager.rows import Row, in_order
@@ -58,13 +59,6 @@ class UnreadableError(Exception):
     """What stands in a file is no whole state of it: it is being written, or was damaged."""
 
 
-class Space(Protocol):
-    """Where a file's bytes are."""
-
-    def __setitem__(self, place: slice, data: bytes) -> None:
-        """Put bytes there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A whole state of a file.
@@ -91,7 +85,7 @@ class StatsWriter:
         grow: Gives the file's bytes, at least so many; what was written stays.
     """
 
-    def __init__(self, grow: Callable[[int], Space]) -> None:
+    def __init__(self, grow: Callable[[int], mmap.mmap]) -> None:
         self._grow = grow
         self._capacity = FIRST_ROWS
         self._space = grow(ROWS_AT + ROW * FIRST_ROWS)
