@@ -15,8 +15,7 @@ from typing import Any
 
 from vllm_omni_session_state.base.errors import error_text
 from vllm_omni_session_state.base.log import LOGGER
-from vllm_omni_session_state.omni.admin.aggregate import Row, rows
-from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
+from vllm_omni_session_state.omni.admin.aggregate import Row, rows, split
 from vllm_omni_session_state.omni.admin.stats_source import Reading, StatsSource
 from vllm_omni_session_state.omni.replicas.calls import Asked
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
@@ -66,7 +65,7 @@ class StatsPoller:
         self._asked_at: float | None = None
         self._replicas: dict[int, tuple[bool, list[StatsSource]]] = {}  # with whether ranks agreed when asked
         self._failures: list[str] = []
-        self._splits = SplitSessions()
+        self._split_looks: dict[str, int] = {}  # of those that are split now, how many
         self._listed_at = -math.inf
 
     def want(self, *, linger_s: float = 0.0) -> None:
@@ -93,8 +92,24 @@ class StatsPoller:
         return LastKnown(Asked(answers, self._failures), now - oldest) if answers else None
 
     def saw(self, listed: list[Row]) -> None:
-        """Note what a listing of all replicas says."""
-        self.split = self._splits.look(listed)
+        """Note what a listing of all replicas says.
+
+        Replicas answer one after the other. A session that ends in one and begins anew in another meanwhile
+        is in both answers, for that one look. So a split one counts, and is said, from its second look on.
+        """
+        found = split(listed)
+        self._split_looks = {
+            row["session"]: min(3, self._split_looks.get(row["session"], 0) + 1) for row in found
+        }
+        for row in found:
+            if self._split_looks[row["session"]] == 2:
+                LOGGER.warning(
+                    "session %s is in replicas %s at once: its steps went now to one, now to another, and "
+                    "its outputs are wrong. Have its client reset it, or close it",
+                    row["session"],
+                    ", ".join(map(str, row["replicas"])),
+                )
+        self.split = sum(looks > 1 for looks in self._split_looks.values())
 
     async def fresh(self) -> None:
         """Wait for an answer where there is none yet, or of a replica that has joined, or while nothing runs.
