@@ -65,7 +65,7 @@ class StatsPoller:
         self._asked_at: float | None = None
         self._replicas: dict[int, tuple[bool, list[StatsSource]]] = {}  # with whether ranks agreed when asked
         self._failures: list[str] = []
-        self._split_looks: dict[str, int] = {}  # of those that are split now, how many
+        self._split_looks: dict[str, int] = {}  # by split session, at how many looks it was
         self._listed_at = -math.inf
 
     def want(self, *, linger_s: float = 0.0) -> None:
