@@ -117,14 +117,7 @@ def families(
     split: int | None = None,
     lost_homes: Mapping[int, int] = _NONE,
 ) -> list[Metric]:
-    """All metrics.
-
-    Args:
-        answers: Of ``session_state_stats``.
-        age_s: How old they are; ``None`` where there are none.
-        split: How many sessions are in several replicas; ``None`` where that is not known.
-        lost_homes: Sessions that were lost with their replica, by its number.
-    """
+    """All metrics, from answers of ``session_state_stats``; what is ``None`` has no sample."""
     found = {
         name: kind(f"{PREFIX}{name}", words, labels=labels.split())
         for kind, metrics in _KINDS

@@ -65,11 +65,7 @@ def step_of(extra_args: Mapping[str, Any] | None) -> _Step | None:
 
 
 class Affinity:
-    """The replicas of one stage of vLLM-Omni, and which of them has which session.
-
-    Args:
-        pool: vLLM-Omni's.
-        strict: Whether steps of a lost session fail.
+    """The replicas in one stage's pool, and which of them has which session. ``strict``: see `Homes`.
 
     Attributes:
         homes: Of its sessions; of none where a session is one request.

@@ -61,7 +61,6 @@ class Homes:
 
     Attributes:
         lost: How many were lost with a replica, by its slot.
-        most: As given.
     """
 
     def __init__(self, *, strict: bool, under_way: Callable[[str], bool], most: int = MOST) -> None:
@@ -110,14 +109,7 @@ class Homes:
     def place(
         self, key: str, request: str, live: Live, running: Callable[[int], int], *, reset: bool = False
     ) -> int:
-        """The slot where a step goes.
-
-        Args:
-            key: Its session.
-            request: The id of its request.
-            live: The replicas, at least one.
-            running: How many steps a replica has under way, by its slot.
-            reset: Whether the client starts the session anew.
+        """The slot where a step of a session goes; with ``reset`` its client starts anew.
 
         Raises:
             SessionStateLostError: If the session was lost with its replica and steps of such fail.

@@ -112,14 +112,13 @@ class StatsWriter:
         *,
         agreed: object = None,
     ) -> None:
-        """Write what is different.
+        """Write all figures, and of rows and moves those that changed.
 
         Args:
             figures: All of them.
-            rows: Those that changed, by key; ``None`` for a session that is gone.
-            moves: Of those of which there were some, by name.
-            agreed: After a step, that in which all ranks must agree beside the rows, as plain data; else
-                ``None``.
+            rows: By key; ``None`` for a session that is gone.
+            moves: By name.
+            agreed: After a step that in which all ranks must agree beside the rows, as plain data.
 
         Raises:
             OSError: If the file cannot grow.
