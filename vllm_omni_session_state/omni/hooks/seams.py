@@ -190,8 +190,9 @@ def signature_of(function: object) -> str:
     for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
-        mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        starred = starred or parameter.kind is parameter.KEYWORD_ONLY or mark == "*"
+        star, stars = parameter.kind is parameter.VAR_POSITIONAL, parameter.kind is parameter.VAR_KEYWORD
+        mark = "*" if star else "**" if stars else ""
+        starred = starred or star or parameter.kind is parameter.KEYWORD_ONLY
         parts.append(f"{mark}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}")
     return f"({', '.join(parts)})"
 
