@@ -96,7 +96,7 @@ class SessionStateCollector(Collector):
         known = self._figures.look()
         if known is None:
             return families({}, lost_homes=self._lost())
-        return families(known.asked.answers, known.age_s, self._figures.split, self._lost())
+        return families(known.answers, known.age_s, self._figures.split, self._lost())
 
 
 _registered: dict[CollectorRegistry, SessionStateCollector] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_omni_session_state.base.ids import may_be_shown
 from vllm_omni_session_state.omni.admin import aggregate
-from vllm_omni_session_state.omni.admin.stats_poller import LastKnown, StatsPoller
+from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
 from vllm_omni_session_state.omni.replicas.calls import Asked
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
@@ -65,14 +65,14 @@ class AdminService:
             RefusedError: With what is to be answered; so for all methods here.
         """
         known = await self._known(timeout_s=timeout_s)
-        rows = aggregate.rows(known.asked.answers)
-        if known.asked.whole:
+        rows = aggregate.rows(known.answers)
+        if known.whole:
             self._figures.saw(rows)
-        agree = not known.asked.failures and all(answer["agree"] for answer in known.asked.answers.values())
+        agree = not known.failures and all(answer["agree"] for answer in known.answers.values())
         return {
             "sessions": rows,
             "agree": agree and not aggregate.split(rows),
-            "answered": sorted({replica for replica, _ in aggregate.ranks_of(known.asked.answers)}),
+            "answered": sorted({replica for replica, _ in aggregate.ranks_of(known.answers)}),
             "age_s": round(known.age_s, 3),
         }
 
@@ -103,7 +103,7 @@ class AdminService:
             "agree": home is not None and all(asked.answers[replica]["agree"] for replica in replicas),
         }
 
-    async def _known(self, *, timeout_s: float) -> LastKnown:
+    async def _known(self, *, timeout_s: float) -> Asked:
         """What is known of all sessions, with their rows; it waits for workers where that delays no step."""
         slow = False
         try:
@@ -117,8 +117,8 @@ class AdminService:
             what = f"no worker answered within timeout_s={timeout_s:g}: none has yet"
             raise RefusedError("timeout", what, last_known=None)
         if known is None:
-            known = LastKnown(Asked({}, []), 0.0)
-        self._judge(known.asked, partly=True)
+            known = Asked()
+        self._judge(known, partly=True)
         self._figures.want()
         return known
 
@@ -166,7 +166,7 @@ class AdminService:
         what = f"no worker answered within timeout_s={timeout_s:g}: {what}"
         known, last = self._figures.look(), None
         if known is not None:
-            last = {"age_s": round(known.age_s, 3), "figures": aggregate.totals(known.asked.answers)}
+            last = {"age_s": round(known.age_s, 3), "figures": aggregate.totals(known.answers)}
         return RefusedError("timeout", what, pending=pending, last_known=last)
 
     @staticmethod

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_session_state.base.errors import error_text
@@ -33,19 +32,6 @@ LINGER_S = 60.0
 """For so long after somebody wanted to know they are made."""
 
 _TRIES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class LastKnown:
-    """What is known.
-
-    Attributes:
-        asked: What all ranks say, as if they had been asked by ``session_state_figures``.
-        age_s: Seconds since the oldest part of it was so.
-    """
-
-    asked: Asked
-    age_s: float
 
 
 class StatsPoller:
@@ -74,13 +60,11 @@ class StatsPoller:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin)
 
-    def look(self, *, rows: bool = False) -> LastKnown | None:
-        """What is known, ``None`` before the first answer; from any thread, and it waits for no worker.
+    def look(self, *, rows: bool = False) -> Asked | None:
+        """What all ranks say, as if asked by ``session_state_figures``, with their ``rows`` or without.
 
-        Ranks of a replica are judged to agree by what each of them was after the same step.
-
-        Args:
-            rows: Whether each rank's ``rows`` are wanted.
+        From any thread, and it waits for no worker; ``None`` before the first answer. Ranks of a replica are
+        judged to agree by what each of them was after the same step.
         """
         answers: dict[int, Any] = {}
         now = oldest = time.monotonic()
@@ -89,7 +73,7 @@ class StatsPoller:
             ranks = [look.rank for look in looks]
             answers[replica] = {"agree": agreed if agree is None else agree, "ranks": ranks}
             oldest = min(oldest, *(look.at for look in looks))
-        return LastKnown(Asked(answers, self._failures), now - oldest) if answers else None
+        return Asked(answers, self._failures, now - oldest) if answers else None
 
     def saw(self, listed: list[Row]) -> None:
         """Note what a listing of all replicas says.
@@ -174,8 +158,8 @@ class StatsPoller:
         elif time.monotonic() - self._listed_at >= LISTED_EVERY_S:
             self._listed_at = time.monotonic()
             known = await asyncio.to_thread(self.look, rows=True)
-            if known is not None and known.asked.whole:
-                self.saw(rows(known.asked.answers))
+            if known is not None and known.whole:
+                self.saw(rows(known.answers))
 
     def _due(self, now: float) -> bool:
         if self._asked_at is None:

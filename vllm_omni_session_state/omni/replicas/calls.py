@@ -28,10 +28,12 @@ class Asked:
     Attributes:
         answers: By the number of the replica; what ranks say that failed is in them.
         failures: What those replicas said from which no answer came.
+        age_s: Seconds since the oldest part of it was so.
     """
 
     answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    age_s: float = 0.0
 
     @property
     def whole(self) -> bool:
