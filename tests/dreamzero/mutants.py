@@ -11,7 +11,8 @@ from unittest import mock
 
 from vllm_omni_session_state import SessionAttr, SessionState, SessionStateManager
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.omni.hooks import loader, patching
+from vllm_omni_session_state.omni.hooks import loader, patching, seams
+from vllm_omni_session_state.omni.hooks.import_hook import when_imported
 from vllm_omni_session_state.state.buffers import LatentBuffer
 
 
@@ -89,7 +90,7 @@ def hook_that_attaches_twice():
 
     once = DiffusersPipelineLoader.load_model
     with patched(patching, "MARK", "__another_mark__"):
-        loader.install()
+        when_imported(seams.LOADER_MODULE, loader.wrap)
     try:
         yield
     finally:

@@ -58,16 +58,11 @@ def _add_metrics(workers: WorkerClient, figures: StatsPoller) -> None:
 def _add_routes(workers: WorkerClient, figures: StatsPoller, state: Any) -> None:
     from vllm_omni_session_state.omni.admin import routes, service  # noqa: PLC0415 - they need FastAPI
 
-    app = _application_of(state)
+    builder = f"{seams.SERVER_MODULE}.{seams.SERVER_BUILDER}"
+    app = next(
+        (app for app in (each() for each in _applications) if app is not None and app.state is state), None
+    )
+    if app is None:
+        raise LookupError(f"expected {builder} to build the application, found another way")
     routes.attach(app, service.AdminService(workers, figures))
     LOGGER.info("sessions can be seen and steered under %s", routes.PREFIX)
-
-
-def _application_of(state: Any) -> Any:
-    for reference in _applications:
-        app = reference()
-        if app is not None and app.state is state:
-            return app
-    raise LookupError(
-        f"expected {seams.SERVER_MODULE}.{seams.SERVER_BUILDER} to build the application, found another way"
-    )

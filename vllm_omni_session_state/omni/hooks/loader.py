@@ -13,17 +13,12 @@ from typing import Any
 
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.omni.hooks import patching
-from vllm_omni_session_state.omni.hooks.import_hook import when_imported
 from vllm_omni_session_state.omni.hooks.seams import LOADER_CLASS, LOADER_METHOD, LOADER_MODULE
 from vllm_omni_session_state.omni.worker.attach import attach
 
 
-def install() -> None:
-    """Hook the loader now if its module is imported, else when it will be. Idempotent."""
-    when_imported(LOADER_MODULE, _wrap)
-
-
-def _wrap(module: ModuleType) -> None:
+def wrap(module: ModuleType) -> None:
+    """Wrap the loader's method, once; a loader that looks otherwise is left alone."""
     loader = getattr(module, LOADER_CLASS, None)
     if callable(getattr(loader, LOADER_METHOD, None)):
         patching.wrap(loader, LOADER_METHOD, _load_model)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.ids import DEFAULT
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.omni.hooks import patching
 from vllm_omni_session_state.omni.replicas.homes import Asking, Homes
 
 ASK_EVERY_S = 0.5
@@ -81,10 +80,6 @@ class Affinity:
         self._mute: weakref.WeakSet[Any] = weakref.WeakSet()  # clients that cannot be asked
         self._note_loop()
 
-    def follow(self) -> None:
-        """From now on a step goes to its session's home."""
-        patching.wrap(self._pool, "submit_initial", self._submit)
-
     def live(self) -> dict[int, object]:
         """By its slot the client of each replica that can be given a step."""
         pool = self._pool
@@ -100,6 +95,29 @@ class Affinity:
     def attached(self) -> dict[int, object]:
         """By its slot the client of each replica of the pool, whether it is well or not."""
         return {slot: client for slot, client in enumerate(self._pool.clients) if client is not None}
+
+    async def submit(
+        self, original: Callable[..., Any], request_id: str, req_state: Any, request: Any, **how: Any
+    ) -> Any:
+        """In the place of the pool's ``submit_initial``: a step goes to its session's home."""
+        step = slot = None
+        try:
+            step = self._step(request_id, req_state, how)
+            if step is not None:
+                slot = await self._place(step, request_id)
+        except SessionStateError as error:
+            raise _of_one_request(error) from None
+        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+            what = sessions_split(f"stage {self._pool.stage_id}")
+            log_once(logging.WARNING, ("affinity", what), "%s: %s", what, error_text(error))
+            step = None
+        got = await original(request_id, req_state, request, **how)
+        if step is not None and got != slot:
+            self.homes.went(step.session, request_id, got, self._pool.clients[got])
+        if step is not None and step.close:
+            self.homes.doubt(step.session)
+            self._ask_soon()
+        return got
 
     async def call(
         self, slot: int, client: object, method: str, names: tuple[str, ...], how: Mapping[str, bool]
@@ -145,28 +163,6 @@ class Affinity:
             self.homes.doubt(key)
         else:
             self.homes.heard({key: quiet[key]}, [False], [expire])
-
-    async def _submit(
-        self, original: Callable[..., Any], request_id: str, req_state: Any, request: Any, **how: Any
-    ) -> Any:
-        step = slot = None
-        try:
-            step = self._step(request_id, req_state, how)
-            if step is not None:
-                slot = await self._place(step, request_id)
-        except SessionStateError as error:
-            raise _of_one_request(error) from None
-        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-            what = sessions_split(f"stage {self._pool.stage_id}")
-            log_once(logging.WARNING, ("affinity", what), "%s: %s", what, error_text(error))
-            step = None
-        got = await original(request_id, req_state, request, **how)
-        if step is not None and got != slot:
-            self.homes.went(step.session, request_id, got, self._pool.clients[got])
-        if step is not None and step.close:
-            self.homes.doubt(step.session)
-            self._ask_soon()
-        return got
 
     def _step(self, request_id: str, req_state: Any, how: Mapping[str, Any]) -> _Step | None:
         """What a request says of its session; ``None`` for one whose replica is chosen already."""

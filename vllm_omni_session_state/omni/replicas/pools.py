@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm_omni_session_state.base.log import tried
 from vllm_omni_session_state.omni.hooks import patching, seams
-from vllm_omni_session_state.omni.hooks.import_hook import when_imported
 from vllm_omni_session_state.omni.replicas.affinity import Affinity, sessions_split
 from vllm_omni_session_state.omni.replicas.peers import make_careful
 from vllm_omni_session_state.omni.replicas.stages import keeps_sessions, settings_of
@@ -20,11 +19,6 @@ from vllm_omni_session_state.omni.replicas.stages import keeps_sessions, setting
 _RUNTIME, _POOL = seams.POOL_SEAMS
 _AFFINITY = "_session_state_affinity"
 """Attribute of a pool of vLLM-Omni: the affinity of its sessions."""
-
-
-def install() -> None:
-    """Wait for this process to bring replicas together, if it does. Idempotent."""
-    when_imported(seams.RUNTIME_MODULE, wrap)
 
 
 def wrap(module: ModuleType) -> None:
@@ -62,7 +56,7 @@ def _follow(pool: Any, runtime: Any) -> None:
     seams.check_fields(pool, seams.POOL_FIELDS)
     affinity = Affinity(pool, strict=settings.on_lost == "error")
     if keeps_sessions(stage):
-        affinity.follow()
+        patching.wrap(pool, "submit_initial", affinity.submit)
     for client in pool.clients:
         make_careful(client)
     setattr(pool, _AFFINITY, affinity)

@@ -21,8 +21,6 @@ from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
 from vllm_omni_session_state.base.log import LOGGER, log_once, tried
 from vllm_omni_session_state.omni.admin import mount
 from vllm_omni_session_state.omni.hooks import patching, seams
-from vllm_omni_session_state.omni.hooks.import_hook import when_imported
-from vllm_omni_session_state.omni.replicas import pools
 from vllm_omni_session_state.omni.replicas.stages import stages_with_sessions
 from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
@@ -33,12 +31,6 @@ _ENDS = "_session_state_ends"
 _ROBOT = "vllm_omni.entrypoints.openpi.connection.RobotRealtimeConnection"
 _POLICY = "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI"
 _ROLLOUT = "vllm_omni.entrypoints.openai.serving_rl_rollout.ServingRLRollout"
-
-
-def install() -> None:
-    """Wait for the engine's and the API server's start in this process, if there is one. Idempotent."""
-    pools.install()
-    when_imported(seams.SERVER_MODULE, wrap)
 
 
 def wrap(module: ModuleType) -> None:

@@ -40,35 +40,20 @@ class _Live:
         named: Whether a robot named it by an id of its own, and may do so again.
         running: Steps under way.
         quiet: Set while there is none.
-        expiry: Ends it, while it is kept.
-        timers: What is done with it while no step is under way, each by its name.
+        timers: What is done with it while no step is under way, each by its name; ``end``: while it is kept.
     """
 
     owners: set[object] = field(default_factory=set)
     named: bool = False
     running: int = 0
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
-    expiry: asyncio.TimerHandle | None = None
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
-    def go(self) -> None:
-        """It is stepped: it grows old no longer."""
-        for timer in self.timers.values():
-            timer.cancel()
-        self.timers.clear()
-
-    def go_on(self, owner: object) -> None:
-        """Note that ``owner`` goes on with it; it is kept for nobody else."""
-        self.owners.add(owner)
-        if self.expiry is not None:
-            self.expiry.cancel()
-            self.expiry = None
-
-    def cease(self) -> None:
-        """No timer acts on it any more."""
-        self.go()
-        if self.expiry is not None:
-            self.expiry.cancel()
+    def cancel(self, *names: str) -> None:
+        """Timers of these names act on it no longer; without a name, none does."""
+        for name in names or tuple(self.timers):
+            if (timer := self.timers.pop(name, None)) is not None:
+                timer.cancel()
 
 
 class LiveSessions:
@@ -116,7 +101,8 @@ class LiveSessions:
         """One step of a session, which is live from here on. Whether it is ``named``: see `_Live`."""
         await self._wait_for_pending_end(key)
         live = self._live.setdefault(key, _Live())
-        live.go_on(owner)
+        live.owners.add(owner)
+        live.cancel()
         live.named = live.named or named
         live.running += 1
         live.quiet.clear()
@@ -124,7 +110,6 @@ class LiveSessions:
         self._steps[this] = key
         if len(self._steps) - 1 in _SOON:
             self._bring_back(key)
-        live.go()
         try:
             yield
         finally:
@@ -149,8 +134,8 @@ class LiveSessions:
         live = self._live.get(key)
         if not self._resume_s or live is None or not live.named:
             return False
-        live.owners.clear()
-        live.go_on(owner)
+        live.owners = {owner}
+        live.cancel("end")
         there = await self._ask(self._workers.holds, key, "cannot ask for session %s")
         there = there and self._live.get(key) is live
         if not there and not self._over:
@@ -169,7 +154,7 @@ class LiveSessions:
             if live.owners:
                 continue
             if keep and live.named and self._resume_s:
-                live.expiry = asyncio.get_running_loop().call_later(self._resume_s, self.end, key)
+                live.timers["end"] = asyncio.get_running_loop().call_later(self._resume_s, self.end, key)
             else:
                 self.end(key)
 
@@ -177,7 +162,7 @@ class LiveSessions:
         """End a session for all its owners; nothing happens where it is not live."""
         live = self._live.pop(key, None)
         if live is not None:
-            live.cease()
+            live.cancel()
             self._before_steps(key, self._end(key, live))
 
     def tell_the_time(self) -> None:
@@ -210,7 +195,7 @@ class LiveSessions:
                 return  # it has ended meanwhile
             if gone:
                 del self._live[key]
-                live.cease()
+                live.cancel()
             else:
                 self._later(self._expire_s, self._expire, key, live)
 
