@@ -171,8 +171,9 @@ def _of_rank(rank: Rank) -> Samples:
     for (tier, kind, device), count in tier_nbytes(rank):  # each byte in memory once
         yield "bytes", [tier, device, kind], count
     yield "bytes", ["disk", "disk", "parked"], rank["disk_nbytes"]
-    for key in ("staged_nbytes", "outside", "detached_nbytes", "ahead_nbytes", "kept_nbytes"):
-        yield "more_bytes", [key.removesuffix("_nbytes")], rank[key]
+    yield "more_bytes", ["outside"], rank["outside"]
+    for kind in ("staged", "detached", "ahead", "kept"):
+        yield "more_bytes", [kind], rank[f"{kind}_nbytes"]
     for move, held in rank["moves"].items():
         for name, what, bounds in (("move_seconds", "seconds", SECONDS), ("move_bytes", "nbytes", NBYTES)):
             upper = [*(f"{float(bound)}" for bound in bounds), "+Inf"]
