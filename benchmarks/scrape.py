@@ -248,7 +248,7 @@ async def _looking(engine: Any, measured: Measured, *, ask: bool) -> Look:
     workers = WorkerClient(engine, [0])
     figures = StatsPoller(workers, asyncio.get_running_loop())
     desk, registry = AdminService(workers, figures), CollectorRegistry()
-    metrics.register(figures, registry)
+    metrics.register(figures, workers.lost, registry)
     await figures.ask()
 
     async def look() -> None:

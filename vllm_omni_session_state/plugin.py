@@ -8,12 +8,15 @@ def register() -> None:
     try:
         # Imported here: an import error must not escape.
         from vllm_omni_session_state.base import ids  # noqa: PLC0415
-        from vllm_omni_session_state.omni.hooks import loader  # noqa: PLC0415
+        from vllm_omni_session_state.omni.hooks import loader, seams  # noqa: PLC0415
+        from vllm_omni_session_state.omni.hooks.import_hook import when_imported  # noqa: PLC0415
+        from vllm_omni_session_state.omni.replicas import pools  # noqa: PLC0415
         from vllm_omni_session_state.omni.server import hooks  # noqa: PLC0415
 
         ids.export_key()  # whatever the flag says: the workers inherit it, and no config is read yet
-        loader.install()
-        hooks.install()
+        when_imported(seams.LOADER_MODULE, loader.wrap)
+        when_imported(seams.RUNTIME_MODULE, pools.wrap)
+        when_imported(seams.SERVER_MODULE, hooks.wrap)
     except Exception as error:  # noqa: BLE001 - raising here would end vLLM-Omni's process
         import logging  # noqa: PLC0415
 

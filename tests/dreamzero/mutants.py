@@ -11,8 +11,8 @@ from unittest import mock
 
 from vllm_omni_session_state import SessionAttr, SessionState, SessionStateManager
 from vllm_omni_session_state.adapters import dreamzero
-from vllm_omni_session_state.omni.hooks import loader
-from vllm_omni_session_state.plugin import register
+from vllm_omni_session_state.omni.hooks import loader, patching, seams
+from vllm_omni_session_state.omni.hooks.import_hook import when_imported
 from vllm_omni_session_state.state.buffers import LatentBuffer
 
 
@@ -89,8 +89,8 @@ def hook_that_attaches_twice():
     from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 
     once = DiffusersPipelineLoader.load_model
-    with patched(loader, "_MARK", "__another_mark__"):
-        register()
+    with patched(patching, "MARK", "__another_mark__"):
+        when_imported(seams.LOADER_MODULE, loader.wrap)
     try:
         yield
     finally:

@@ -25,11 +25,18 @@ class Workers:
 
 
 class Server:
-    """Ends with workers behind them."""
+    """Ends with workers behind them.
 
-    def __init__(self, *, slow=False, **settings):
+    Args:
+        slow: Whether calls wait until they are let through.
+        calls: What a test has the workers do at a call, by its name.
+        **times: Of the sessions.
+    """
+
+    def __init__(self, *, slow=False, calls=None, **times):
         self.workers = Workers(slow=slow)
-        self.ends = LiveSessions(self.workers.close, self.workers.holds, **settings)
+        vars(self.workers).update(calls or {})
+        self.ends = LiveSessions(self.workers, **times)
 
     async def step(self, key, owner="a", *, named=True, until=None):
         async with self.ends.step(key, owner, named=named):

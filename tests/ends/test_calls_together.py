@@ -9,8 +9,8 @@ from ends_fakes import run
 from vllm_omni_session_state.base import log
 from vllm_omni_session_state.base.errors import SessionStateError
 from vllm_omni_session_state.base.ids import redacted_id
-from vllm_omni_session_state.omni.server.live_sessions import LiveSessions, WorkersStoppedError
-from vllm_omni_session_state.omni.server.worker_client import WorkerClient
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
+from vllm_omni_session_state.omni.server.worker_client import WorkerClient, WorkersStoppedError
 
 METHODS = {"close": "found", "park": "parked", "begin_restore": "begun", "expire": "gone", "holds": "found"}
 
@@ -69,7 +69,7 @@ def nothing_said():
 async def test_64_robots_that_come_back_at_once_are_few_calls():
     engine = Engine()
     workers = WorkerClient(engine, [0])
-    ends = LiveSessions(workers.close, workers.holds, resume_s=60)
+    ends = LiveSessions(workers, resume_s=60)
     robots = [f"robot-{n}" for n in range(64)]
     for robot in robots:
         async with ends.step(robot, robot, named=True):
@@ -113,7 +113,7 @@ def end_all(engine, keys):
 
     async def scenario():
         workers = WorkerClient(engine, [0])
-        ends = LiveSessions(workers.close, workers.holds)
+        ends = LiveSessions(workers)
         for key in keys:
             async with ends.step(key, "robot"):
                 pass
@@ -139,7 +139,7 @@ def test_parks_that_are_refused_at_each_round_are_one_line(caplog):
 
     async def scenario():
         workers = WorkerClient(engine, [0])
-        ends = LiveSessions(workers.close, workers.holds, park=workers.park, idle_park_s=0.001)
+        ends = LiveSessions(workers, idle_park_s=0.001)
         for _ in range(5):
             for key in "abc":
                 async with ends.step(key, "robot"):
@@ -200,8 +200,8 @@ def test_a_server_that_stops_in_order_says_one_line_for_all_its_sessions(caplog,
     async def scenario():
         workers = WorkerClient(engine, [0])
         caplog.clear()
-        park = {} if at_once else {"park": workers.park, "idle_park_s": 0.01}
-        ends = LiveSessions(workers.close, workers.holds, resume_s=60, **park)
+        park = {} if at_once else {"idle_park_s": 0.01}
+        ends = LiveSessions(workers, resume_s=60, **park)
         for n in range(50):
             async with ends.step(f"robot-{n}", n, named=n % 2 == 0):
                 pass

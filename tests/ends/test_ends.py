@@ -120,7 +120,7 @@ async def test_what_has_no_time_set_is_done_to_nobody():
         asked.append(key)
         return False
 
-    server = Server(park=ask, expire=ask, mark=ask)
+    server = Server(calls={"park": ask, "expire": ask, "mark_stale": ask})
     await server.step("x", "a")
     await soon()
     assert asked == []
@@ -138,7 +138,7 @@ def test_a_worker_that_fails_is_said_and_the_next_end_goes_out(caplog):
             reached.append(key)
             raise RuntimeError("rank 1: out of memory")
 
-        server.ends._close = close
+        server.workers.close = close
         for key in ("x", "y"):
             await server.step(key)
             server.ends.end(key)

@@ -6,7 +6,8 @@ import logging
 import pytest
 from ends_fakes import Server, run, soon
 
-from vllm_omni_session_state.omni.server.live_sessions import LiveSessions, WorkersStoppedError
+from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
+from vllm_omni_session_state.omni.server.worker_client import WorkersStoppedError
 
 
 @run
@@ -16,21 +17,20 @@ async def test_a_session_that_nobody_steps_is_parked_once_and_its_next_step_star
     async def park(key):
         parked.append(key)
 
-    server = Server(park=park, idle_park_s=0.05)
+    timers, server = Timers(), Server(calls={"park": park}, idle_park_s=HOUR)
     gate = asyncio.Event()
     running = asyncio.create_task(server.step("busy", until=gate))
     await server.step("x")
-    await asyncio.sleep(0.03)
+    (first,) = timers.set
     await server.step("x")
-    await asyncio.sleep(0.03)
-    assert parked == [], "its last step was a moment ago"
-    await asyncio.sleep(0.1)
+    assert first[0].cancelled(), "its last step was a moment ago"
+    await timers.due()
     assert parked == ["x"], "and one with a step under way is not asked"
     gate.set()
     await running
     await server.step("x")
     server.ends.end("x")
-    await asyncio.sleep(0.15)
+    await timers.due()
     assert parked == ["x", "busy"], "one that has ended is not parked"
     assert server.arrived == ["x"]
 
@@ -42,7 +42,7 @@ async def test_a_session_that_is_kept_for_its_robot_is_parked_meanwhile():
     async def park(key):
         parked.append(key)
 
-    server = Server(park=park, idle_park_s=0.02, resume_s=60)
+    server = Server(calls={"park": park}, idle_park_s=0.02, resume_s=60)
     await server.step("x", "a")
     server.ends.leave("a", keep=True)
     await asyncio.sleep(0.1)
@@ -60,7 +60,7 @@ def test_a_call_that_fails_is_said_and_the_session_goes_on(caplog, call, setting
         async def fail(key):
             raise RuntimeError("rank 1: away")
 
-        server = Server(**{call: fail, setting: 0.02})
+        server = Server(calls={call: fail}, **{setting: 0.02})
         await server.step("x")
         await asyncio.sleep(0.05)
         await server.step("x")
@@ -80,7 +80,7 @@ def test_the_restore_of_a_session_begins_while_its_step_waits_behind_two_others(
             begun.append(key)
             raise RuntimeError("rank 0: no disk")
 
-        server, done = Server(begin=begin), [asyncio.Event() for _ in "abcdef"]
+        server, done = Server(calls={"begin_restore": begin}, early=True), [asyncio.Event() for _ in "abcdef"]
         steps = []
         for key, event in zip("abcdef", done, strict=True):
             steps.append(asyncio.create_task(server.step(key, until=event)))
@@ -117,7 +117,7 @@ class Ageing:
 @run
 async def test_a_parked_session_that_nobody_steps_ends_once_and_a_step_after_it_begins_a_new_one():
     workers, timers = Ageing("x"), Timers()
-    server = Server(expire=workers.expire, expire_s=HOUR)
+    server = Server(calls={"expire": workers.expire}, expire_s=HOUR)
     await server.step("x", "a")
     (first,) = timers.set
     await server.step("x", "a")
@@ -137,7 +137,7 @@ async def test_a_parked_session_that_nobody_steps_ends_once_and_a_step_after_it_
 @run
 async def test_one_that_is_on_the_device_stays_and_is_asked_again():
     workers = Ageing()
-    server = Server(expire=workers.expire, expire_s=0.02)
+    server = Server(calls={"expire": workers.expire}, expire_s=0.02)
     await server.step("x")
     await asyncio.sleep(0.15)
     assert len(workers.asked) >= 2
@@ -153,7 +153,7 @@ async def test_one_that_is_on_the_device_stays_and_is_asked_again():
 @run
 async def test_a_step_that_comes_while_its_session_expires_waits_for_it():
     workers = Ageing("x")
-    server = Server(expire=workers.expire, expire_s=0.02)
+    server = Server(calls={"expire": workers.expire}, expire_s=0.02)
     await server.step("x")
     await workers.asking.wait()
     assert "x" in server.ends
@@ -167,7 +167,7 @@ async def test_a_step_that_comes_while_its_session_expires_waits_for_it():
 @run
 async def test_an_end_that_comes_while_its_session_expires_arrives_once():
     workers = Ageing()
-    server = Server(expire=workers.expire, expire_s=0.02)
+    server = Server(calls={"expire": workers.expire}, expire_s=0.02)
     await server.step("x")
     await workers.asking.wait()
     server.ends.end("x")
@@ -186,7 +186,7 @@ async def an_end_that_comes_while_its_session_expires_waits_for_that(ends=None):
         await answer.wait()
         return False
 
-    server = Server(expire=expire, expire_s=0.01)
+    server = Server(calls={"expire": expire}, expire_s=0.01)
     if ends is not None:
         server.ends.__class__ = ends
     await server.step("x", "a")
@@ -271,7 +271,7 @@ class Marking:
 @run
 async def test_a_session_that_nobody_steps_is_marked_stale_once_and_its_next_step_starts_the_clock_anew():
     workers, timers = Marking(), Timers()
-    server = Server(mark=workers.mark, idle_drop_s=HOUR)
+    server = Server(calls={"mark_stale": workers.mark}, idle_drop_s=HOUR)
     gate = asyncio.Event()
     running = asyncio.create_task(server.step("busy", until=gate))
     await server.step("x")
@@ -293,7 +293,7 @@ async def test_a_session_that_nobody_steps_is_marked_stale_once_and_its_next_ste
 @run
 async def test_a_step_that_comes_while_its_session_is_marked_waits_so_that_it_unmarks():
     workers, timers = Marking(), Timers()
-    server = Server(mark=workers.mark, idle_drop_s=HOUR)
+    server = Server(calls={"mark_stale": workers.mark}, idle_drop_s=HOUR)
     await server.step("x")
     workers.let.clear()
     await timers.due()
@@ -317,12 +317,12 @@ async def test_an_end_and_an_expiry_come_after_the_mark_that_is_on_its_way():
         asked.append((key, list(workers.marked)))
         return False
 
-    server = Server(mark=workers.mark, idle_drop_s=HOUR, expire=expire, expire_s=2 * HOUR)
+    server = Server(calls={"mark_stale": workers.mark, "expire": expire}, idle_drop_s=HOUR, expire_s=2 * HOUR)
     await server.step("x")
     workers.let.clear()
     await timers.due()
     live = server.ends._live["x"]
-    server.ends._end_old("x", live, expire)
+    server.ends._expire("x", live)
     server.ends.end("x")
     await soon()
     assert (asked, server.arrived) == ([], [])
@@ -336,7 +336,7 @@ def test_a_mark_that_fails_is_said_and_tried_again(caplog):
     @run
     async def scenario():
         workers, timers = Marking(failures=1), Timers()
-        server = Server(mark=workers.mark, idle_drop_s=HOUR)
+        server = Server(calls={"mark_stale": workers.mark}, idle_drop_s=HOUR)
         await server.step("x")
         for marked in ([], ["x"], ["x"]):
             await timers.due()
@@ -350,7 +350,7 @@ def test_a_mark_that_fails_is_said_and_tried_again(caplog):
 @run
 async def test_a_mark_that_fails_is_not_tried_again_for_a_session_that_has_ended():
     workers, timers = Marking(failures=1), Timers()
-    server = Server(mark=workers.mark, idle_drop_s=HOUR)
+    server = Server(calls={"mark_stale": workers.mark}, idle_drop_s=HOUR)
     await server.step("x")
     workers.let.clear()
     await timers.due()
@@ -365,7 +365,7 @@ def test_sessions_that_are_being_marked_when_the_server_stops_are_said_once_and_
     @run
     async def scenario():
         workers, timers = Marking(failures=2, error=WorkersStoppedError()), Timers()
-        server = Server(mark=workers.mark, idle_drop_s=HOUR)
+        server = Server(calls={"mark_stale": workers.mark}, idle_drop_s=HOUR)
         await server.step("x")
         await server.step("y")
         await timers.due()

@@ -120,7 +120,7 @@ def test_a_worker_that_cannot_be_asked_lets_the_session_start_over(caplog):
         async def holds(key):
             raise TimeoutError("no answer")
 
-        server.ends._holds = holds
+        server.workers.holds = holds
         await server.step("x", "a")
         return await server.ends.resume("x", "b")
 

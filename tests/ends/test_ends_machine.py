@@ -19,7 +19,7 @@ class EndsMachine(RuleBasedStateMachine):
     def start(self, resume):
         self.loop = asyncio.new_event_loop()
         self.resume_s = 10_000.0 if resume else 0.0
-        self.ends = LiveSessions(self.close, self.holds, resume_s=self.resume_s)
+        self.ends = LiveSessions(self, resume_s=self.resume_s)
         self.worker = set()
         self.lives = {}  # key -> owners, of the sessions that are live
         self.named = set()

@@ -131,18 +131,18 @@ def test_where_losses_make_steps_fail_a_lost_one_keeps_its_home_and_counts_for_n
     table.step("a")
     table.step("b")
     table.answer("a", lost=True)
-    assert table.homes.load(table.all[0]) == 0
+    assert table.homes.loads()[id(table.all[0])] == 0
     assert not table.homes.to_ask(table.clients, oldest=True).get(0)
     assert table.step("c") == 0
     assert table.step("a") == 0  # whose worker has that step fail
-    assert table.homes.load(table.all[0]) == 1
+    assert table.homes.loads()[id(table.all[0])] == 1
     assert table.step("a", reset=True) == 0
-    assert table.homes.load(table.all[0]) == 2
+    assert table.homes.loads()[id(table.all[0])] == 2
     table.answer("b")  # it was ended, not lost
     assert "b" not in table.homes
     table.answer("c", lost=True)
     table.answer("c", found=True)  # it began anew
-    assert table.homes.load(table.all[0]) == 2
+    assert table.homes.loads()[id(table.all[0])] == 2
     table.answer("c", lost=True)
     table.answer("c")  # and was ended: a doubt of one that counts for nothing is settled too
     assert "c" not in table.homes

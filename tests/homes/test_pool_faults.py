@@ -80,7 +80,7 @@ def test_where_losses_make_steps_fail_a_session_that_its_worker_lost_goes_on_to_
         clients[0].sessions.clear()
         clients[0].lost.add("a")
         await orchestrator.step("c")
-        await until(lambda: homes.load(clients[0]) == 1)
+        await until(lambda: homes.loads()[id(clients[0])] == 1)
         for session in "de":
             await orchestrator.step(session)
         assert await orchestrator.step("a") == 0
@@ -94,7 +94,7 @@ def test_a_session_that_its_worker_lost_counts_for_nothing_soon(runtime):
         assert [await orchestrator.step(session) for session in "abcd"] == [0, 1, 0, 1]
         clients[0].sessions.clear()
         assert await orchestrator.step("e") == 0
-        await until(lambda: homes.load(clients[0]) == 1)
+        await until(lambda: homes.loads()[id(clients[0])] == 1)
         assert [await orchestrator.step(session) for session in "fgh"] == [0, 0, 1]
         assert set(clients[0].called("holds")) >= {"a", "c", "e"}
 
@@ -329,7 +329,7 @@ def test_an_expired_session_is_forgotten_unless_its_next_step_is_to_fail(runtime
         home = await orchestrator.step("a")
         await found.call(home, clients[home], "session_state_expire", ("a",), {"only_id": True})
         assert ("a" in found.homes) == strict
-        assert found.homes.load(clients[home]) == 0
+        assert found.homes.loads()[id(clients[home])] == 0
 
     run(scenario, runtime, options={"on_lost": "error" if strict else "warn"})
 

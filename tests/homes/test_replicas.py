@@ -8,8 +8,7 @@ from pool_fakes import Client, Orchestrator, Thread, assembled, engine_of, stage
 
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.omni.replicas import affinity, pools
-from vllm_omni_session_state.omni.server.live_sessions import WorkersStoppedError
-from vllm_omni_session_state.omni.server.worker_client import WorkerClient
+from vllm_omni_session_state.omni.server.worker_client import WorkerClient, WorkersStoppedError
 
 pytestmark = pytest.mark.host
 

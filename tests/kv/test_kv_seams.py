@@ -20,10 +20,12 @@ PLACES = {
     "adapter": ((), seams.KV_ADAPTER_FIELDS),
     "config": ((), seams.KV_CONFIG_FIELDS),
     "spec": ((), seams.KV_SPEC_FIELDS),
-    "pool": (seams.KV_POOL_SEAMS, ()),
+    "pool": (seams.KV_POOL_SEAMS, {}),
 }
 METHODS = [(place, seam.name) for place, (methods, _) in PLACES.items() for seam in methods]
-FIELDS = [(place, field.name) for place, (_, fields) in PLACES.items() for field in fields]
+FIELDS = [
+    (place, name) for place, (_, fields) in PLACES.items() for names in fields.values() for name in names
+]
 
 
 @pytest.fixture

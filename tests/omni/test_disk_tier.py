@@ -12,7 +12,7 @@ from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.files import read_file
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching
 from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown
 
 pytestmark = pytest.mark.host
@@ -140,6 +140,6 @@ def test_a_shutdown_goes_on_whatever_breaks_here(tmp_path, monkeypatch, caplog):
     manager = SessionStateManager(disk=DiskTier(tmp_path, budget=1, keep=True))
     monkeypatch.setattr(manager, "keys", None)
     hook_shutdown(Worker, lambda _: manager)
-    assert hasattr(Worker.shutdown, seams.MARK)
+    assert hasattr(Worker.shutdown, patching.MARK)
     assert Worker().shutdown() == "down"
     assert "what is parked on the disk stays there" in caplog.text

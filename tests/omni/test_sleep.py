@@ -13,7 +13,7 @@ from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.host_tier import HostTier
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching
 from vllm_omni_session_state.omni.worker import rpc
 from vllm_omni_session_state.omni.worker.lifecycle import hook_sleep
 
@@ -117,8 +117,8 @@ def test_the_class_is_wrapped_once_and_a_worker_without_a_manager_sleeps_as_befo
 
     for _ in range(2):
         hook_sleep(Worker, rpc.manager_of)
-    assert hasattr(Worker.sleep, seams.MARK)
-    assert not hasattr(Worker.sleep.__wrapped__, seams.MARK)
+    assert hasattr(Worker.sleep, patching.MARK)
+    assert not hasattr(Worker.sleep.__wrapped__, patching.MARK)
     assert Worker().sleep(2) == 2
 
 

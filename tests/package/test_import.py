@@ -58,10 +58,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 def test_registering_never_raises_and_says_why_it_did_not_start():
     out = run(
-        "import vllm_omni_session_state.omni.hooks.loader as loader\n"
+        "import vllm_omni_session_state.omni.hooks.import_hook as import_hook\n"
         "import vllm_omni_session_state.plugin as plugin\n"
-        "def broken(): raise RuntimeError('no room')\n"
-        "loader.install = broken; plugin.register()"
+        "def broken(name, then): raise RuntimeError('no room')\n"
+        "import_hook.when_imported = broken; plugin.register()"
     )
     assert "RuntimeError: no room" in out
     assert "keeps its own session state" in out

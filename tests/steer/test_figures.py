@@ -83,8 +83,7 @@ def known(*replicas):
 
 def states(found):
     return {
-        row["session"]: (row["state"], row["ranks"], row["agree"])
-        for row in aggregate.rows(found.asked.answers)
+        row["session"]: (row["state"], row["ranks"], row["agree"]) for row in aggregate.rows(found.answers)
     }
 
 
@@ -97,7 +96,7 @@ def test_what_a_worker_does_is_known_at_once_without_a_call():
     rank.manager.park("a")
     with rank.manager.lease("b"):
         found = made.look(rows=True)
-        assert [row["session"] for row in aggregate.rows(found.asked.answers)] == [
+        assert [row["session"] for row in aggregate.rows(found.answers)] == [
             redacted_id(key) for key in "acb"
         ]
         assert states(found)[redacted_id("b")][0] == "in_use"
@@ -105,7 +104,7 @@ def test_what_a_worker_does_is_known_at_once_without_a_call():
     rank.manager.mark_lost("c", Reason.EXPIRED)
     found = made.look(rows=True)
     assert states(found) == {redacted_id("a"): ("host", 1, True), redacted_id("b"): ("idle", 1, True)}
-    (said,) = found.asked.answers[0]["ranks"]
+    (said,) = found.answers[0]["ranks"]
     stats = rank.manager.stats()
     assert {name: said[name] for name in stats} == stats
     assert said["lost:expired"] == 1
@@ -142,18 +141,18 @@ def test_two_ranks_are_compared_after_the_last_step_that_both_have_done():
     assert states(made.look(rows=True)) == {redacted_id(key): ("idle", 2, True) for key in "ab"}
     ranks[0].step("c")  # the other rank is about to
     found = made.look(rows=True)
-    assert found.asked.answers[0]["agree"]
+    assert found.answers[0]["agree"]
     assert states(found)[redacted_id("c")] == ("idle", 1, True)
     with ranks[0].manager.lease("a"):
         assert states(made.look(rows=True))[redacted_id("a")] == ("in_use", 2, True)
     ranks[1].step("c", "a")
-    assert made.look().asked.answers[0]["agree"]
+    assert made.look().answers[0]["agree"]
     for rank in ranks:
         rank.manager.park("a")
         rank.step("b", nbytes=100 + 100 * (rank is ranks[0]))
     found = made.look(rows=True)
-    assert found.asked.answers[0]["agree"], "bytes may differ"
-    assert aggregate.totals(found.asked.answers)["nbytes:cpu"] == sum(
+    assert found.answers[0]["agree"], "bytes may differ"
+    assert aggregate.totals(found.answers)["nbytes:cpu"] == sum(
         r.manager.stats()["total_nbytes"] for r in ranks
     )
 
@@ -167,7 +166,7 @@ def test_ranks_that_did_different_things_do_not_agree_and_the_row_tells():
     for rank in ranks:
         rank.step("a")
     found = made.look(rows=True)
-    assert not found.asked.answers[0]["agree"]
+    assert not found.answers[0]["agree"]
     assert {name: row[2] for name, row in states(found).items()} == {
         redacted_id("a"): True,
         redacted_id("b"): False,
@@ -176,7 +175,7 @@ def test_ranks_that_did_different_things_do_not_agree_and_the_row_tells():
     ranks[0].manager.park("b")
     for rank in ranks:
         rank.step("a")
-    assert made.look(rows=True).asked.answers[0]["agree"], "the next step is judged anew"
+    assert made.look(rows=True).answers[0]["agree"], "the next step is judged anew"
 
 
 def test_ranks_that_used_sessions_in_another_order_do_not_agree():
@@ -184,7 +183,7 @@ def test_ranks_that_used_sessions_in_another_order_do_not_agree():
     made, _ = known(ranks)
     ranks[0].step("a", "b")
     ranks[1].step("b", "a")
-    assert not made.look().asked.answers[0]["agree"]
+    assert not made.look().answers[0]["agree"]
 
 
 def test_a_rank_that_stands_still_while_another_goes_on_does_not_agree():
@@ -192,9 +191,9 @@ def test_a_rank_that_stands_still_while_another_goes_on_does_not_agree():
     made, _ = known(ranks)
     for number in range(layout._STEPS - 1):
         ranks[0].step(str(number))
-        assert made.look().asked.answers[0]["agree"]
+        assert made.look().answers[0]["agree"]
     ranks[0].step("one more")
-    assert not made.look().asked.answers[0]["agree"]
+    assert not made.look().answers[0]["agree"]
 
 
 def test_a_worker_that_is_gone_is_said_and_the_others_are_shown():
@@ -204,18 +203,18 @@ def test_a_worker_that_is_gone_is_said_and_the_others_are_shown():
     made, workers = known([mine], [other])
     mine.publisher.close()
     found = made.look(rows=True)
-    assert found.asked.answers[0] == {
+    assert found.answers[0] == {
         "agree": False,
         "ranks": [{"rank": 0, "ok": False, "error": "WorkerGoneError: the worker process is gone"}],
     }
     assert states(found) == {redacted_id("b"): ("idle", 1, True)}
-    assert aggregate.totals(found.asked.answers)["sessions"] == 1
+    assert aggregate.totals(found.answers)["sessions"] == 1
     del workers.replicas[0]
     asyncio.run(made.ask())
-    assert not made.look().asked.answers[0]["agree"], "one that answers no more is still said to be gone"
+    assert not made.look().answers[0]["agree"], "one that answers no more is still said to be gone"
     workers.replicas[0] = [Rank()]
     asyncio.run(made.ask())
-    assert made.look().asked.answers[0]["agree"], "another one has taken its place"
+    assert made.look().answers[0]["agree"], "another one has taken its place"
 
 
 def test_a_replica_that_joins_is_asked_once_though_steps_run():
@@ -294,7 +293,7 @@ def test_a_file_that_cannot_grow_is_written_no_more_and_serving_goes_on(monkeypa
     asyncio.run(made.fresh())
     assert workers.calls == 2
     assert len(states(made.look(rows=True))) == 5
-    assert made.look(rows=True).asked.answers[0]["agree"]
+    assert made.look(rows=True).answers[0]["agree"]
     monkeypatch.undo()
 
 
@@ -326,10 +325,10 @@ def test_the_file_goes_with_the_model(ends, base):
         lifecycle.leave_process(rank.manager)
     else:
         rank.manager = SessionStateManager()
-    assert made.look().asked.answers[0]["ranks"][0]["ok"] is False
+    assert made.look().answers[0]["ranks"][0]["ok"] is False
     if ends == "another model":
         asyncio.run(made.ask())
-        assert made.look().asked.answers[0]["ranks"][0]["ok"]
+        assert made.look().answers[0]["ranks"][0]["ok"]
         assert [each.name for each in top.iterdir()] != [path.name]
     else:
         assert list(top.iterdir()) == []
@@ -348,7 +347,7 @@ def test_a_forked_child_writes_nothing():
     os.waitpid(child, 0)
     rank.step("b")
     assert list(states(made.look(rows=True))) == [redacted_id("b")]
-    assert made.look().asked.answers[0]["agree"]
+    assert made.look().answers[0]["agree"]
 
 
 def test_a_file_that_cannot_be_read_any_more_is_given_up(monkeypatch):
@@ -359,7 +358,7 @@ def test_a_file_that_cannot_be_read_any_more_is_given_up(monkeypatch):
     file = os.open(rank.publisher.path, os.O_RDWR)
     os.pwrite(file, b"\xff" * 64, 0)
     monkeypatch.setattr(stats_source, "STALE_S", 0.2)
-    assert made.look().asked.answers[0]["ranks"][0]["sessions"] == 1, "as it was last"
+    assert made.look().answers[0]["ranks"][0]["sessions"] == 1, "as it was last"
     assert made.look().age_s > 0
     time.sleep(0.3)
     made.look()

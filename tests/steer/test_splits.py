@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.manager.rows import Row
-from vllm_omni_session_state.omni.admin import aggregate, metrics, split_sessions, stats_poller
-from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
+from vllm_omni_session_state.omni.admin import aggregate, metrics, stats_poller
+from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
 from vllm_omni_session_state.omni.worker import publisher
 
 SECRET = "robot-0815-secret"
@@ -25,6 +25,17 @@ def rows(**replicas_of):
         {"session": name, "replicas": replicas, "agree": len(replicas) == 1}
         for name, replicas in replicas_of.items()
     ]
+
+
+class Splits:
+    """What a server knows of sessions in several replicas, by one listing after the other."""
+
+    def __init__(self):
+        self._figures = StatsPoller(workers=None, loop=None)
+
+    def look(self, listed):
+        self._figures.saw(listed)
+        return self._figures.split
 
 
 def entry(name):
@@ -68,7 +79,7 @@ def test_a_row_has_one_home_and_agrees_or_has_none_and_does_not(held, kv_only):
 
 
 def test_a_session_is_said_once_at_the_second_look_that_shows_it_split(heard):
-    splits = SplitSessions()
+    splits = Splits()
     assert [splits.look(rows(a=[0], b=[0, 2], c=[1])) for _ in range(5)] == [0, 1, 1, 1, 1]
     (line,) = heard()
     assert line.startswith("session b is in replicas 0, 2 at once: ")
@@ -78,7 +89,7 @@ def test_a_session_is_said_once_at_the_second_look_that_shows_it_split(heard):
 
 
 def test_one_that_ended_here_and_began_there_between_two_answers_is_not_said(heard):
-    splits = SplitSessions()
+    splits = Splits()
     for _ in range(3):
         assert splits.look(rows(a=[0, 1])) == 0
         assert splits.look(rows(a=[1])) == 0
@@ -87,8 +98,8 @@ def test_one_that_ended_here_and_began_there_between_two_answers_is_not_said(hea
 
 def test_what_is_no_longer_split_is_not_remembered(heard):
     """However many there were: of all that its code has allocated, nothing of them is left."""
-    splits = SplitSessions()
-    code = tracemalloc.Filter(inclusive=True, filename_pattern=split_sessions.__file__)
+    splits = Splits()
+    code = tracemalloc.Filter(inclusive=True, filename_pattern=stats_poller.__file__)
     tracemalloc.start()
     try:
         for number in range(100):

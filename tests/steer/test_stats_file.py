@@ -77,7 +77,7 @@ class FileMachine(RuleBasedStateMachine):
         self.before = self.after = self.state()
 
     def state(self):
-        listed = [row for key, row in self.rows.items() if key in self.writer._slots]
+        listed = [row for key, row in self.rows.items() if self.writer._rows[key][0] is not None]
         figures = {**self.figures, "unlisted": len(self.rows) - len(listed), "moves": dict(self.moves)}
         return figures, sorted(map(repr, listed)), self.steps
 

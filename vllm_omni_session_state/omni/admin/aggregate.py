@@ -7,6 +7,7 @@ several has no home, and they do not agree.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,11 +76,13 @@ def one(answers: Answers) -> Row | None:
         if entry is None:
             continue
         state = state_of(entry["place"], used=entry["used"])
-        _add(found, entry["digest"], replica, entry["session"], state=state, nbytes=_held(entry))
+        nbytes = Counter(entry["nbytes"])
+        nbytes.update(entry["parked_nbytes"])
+        _add(found, entry["digest"], replica, entry["session"], state=state, nbytes=nbytes)
         for value in entry["values"]:
             mine = {name: value[name] for name in ("name", "kind", "bucket", "shape")}
-            merged = values.setdefault(value["name"], {**mine, "nbytes": {}})
-            _sum(merged["nbytes"], value["nbytes"])
+            merged = values.setdefault(value["name"], {**mine, "nbytes": Counter()})
+            merged["nbytes"].update(value["nbytes"])
     if not found:
         return None
     row = next(iter(found.values()))
@@ -87,35 +90,20 @@ def one(answers: Answers) -> Row | None:
     return {**row, "values": list(values.values())}
 
 
-def _held(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of one entry by device, with those where it is parked."""
-    held = dict(entry["nbytes"])
-    _sum(held, entry["parked_nbytes"])
-    return held
-
-
 def _add(
     found: dict[str, Row], digest: str, replica: int, session: str, *, state: str, nbytes: Mapping[str, int]
 ) -> None:
     """Add one rank's part to a session's row; two that are shown alike are two rows."""
-    row = found.setdefault(
-        digest,
-        {
-            "session": session,
-            "state": state,
-            "nbytes": {},
-            "home": None,
-            "replicas": [],
-            "ranks": 0,
-            "agree": True,
-        },
-    )
+    row = found.get(digest)
+    if row is None:
+        row = {"session": session, "state": state, "nbytes": Counter(), "home": None, "replicas": []}
+        row = found[digest] = {**row, "ranks": 0, "agree": True}
     row["ranks"] += 1
     row["agree"] = row["agree"] and row["state"] == state
     row["state"] = min(row["state"], state, key=STATES.index)
     if replica not in row["replicas"]:
         row["replicas"].append(replica)
-    _sum(row["nbytes"], nbytes)
+    row["nbytes"].update(nbytes)
 
 
 def _judge(row: Row, *, alike: bool) -> None:
@@ -124,26 +112,18 @@ def _judge(row: Row, *, alike: bool) -> None:
     row["agree"] = row["agree"] and alike and row["home"] is not None
 
 
-def _sum(into: dict[str, int], nbytes: Mapping[str, int]) -> None:
-    for device, count in nbytes.items():
-        into[device] = into.get(device, 0) + count
-
-
 def totals(answers: Answers) -> dict[str, int]:
     """The figures of ``session_state_stats`` in few.
 
     Sessions by state, counted on each replica's first rank that did well; bytes by device, over all ranks.
     """
-    found: dict[str, int] = dict.fromkeys(("sessions", "in_use", "idle", "host", "disk"), 0)
+    found = Counter(dict.fromkeys(("sessions", "in_use", "idle", "host", "disk"), 0))
     seen: set[int] = set()
     for replica, rank in ranks_of(answers):
-        for device, count in device_nbytes(rank):
-            found[f"nbytes:{device}"] = found.get(f"nbytes:{device}", 0) + count
+        found.update({key: count for key, count in rank.items() if key.startswith("nbytes:")})
         if replica not in seen:
             seen.add(replica)
-            found["sessions"] += rank["sessions"]
-            for state, count in by_state(rank).items():
-                found[state] += count
+            found.update(by_state(rank), sessions=rank["sessions"])
     return found
 
 
@@ -156,11 +136,6 @@ def by_state(rank: Mapping[str, Any]) -> dict[str, int]:
         "host": rank["parked_sessions"] - rank["disk_sessions"],
         "disk": rank["disk_sessions"],
     }
-
-
-def device_nbytes(rank: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Bytes by device of one rank's ``session_state_stats``."""
-    return [(key.partition(":")[2], count) for key, count in rank.items() if key.startswith("nbytes:")]
 
 
 def tier_nbytes(rank: Mapping[str, Any]) -> Iterable[tuple[tuple[str, str, str], int]]:

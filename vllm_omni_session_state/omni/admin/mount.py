@@ -8,14 +8,14 @@ server that does not name it in ``VLLM_PLUGINS``, and naming it keeps all other 
 from __future__ import annotations
 
 import asyncio
-import functools
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base.log import LOGGER, tried
 from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching, seams
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
 _applications: list[weakref.ref[Any]] = []
@@ -24,28 +24,18 @@ _applications: list[weakref.ref[Any]] = []
 
 def note_applications(module: ModuleType) -> None:
     """Wrap the function by which the server builds its application; where there is none, nothing happens."""
-    original = getattr(module, seams.SERVER_BUILDER, None)
-    if not callable(original) or hasattr(original, seams.MARK):
-        return
+    if callable(getattr(module, seams.SERVER_BUILDER, None)):
+        patching.wrap(module, seams.SERVER_BUILDER, _build)
 
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        app = original(*args, **kwargs)
-        _applications[:] = [weakref.ref(app)]
-        return app
 
-    setattr(build, seams.MARK, True)
-    setattr(module, seams.SERVER_BUILDER, build)
+def _build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    app = original(*args, **kwargs)
+    _applications[:] = [weakref.ref(app)]
+    return app
 
 
 def serve(workers: WorkerClient, state: Any, *, http: bool) -> None:
-    """Offer an operator what the settings ask for. Never raises.
-
-    Args:
-        workers: Whom to ask.
-        state: The application's.
-        http: Whether the routes are on.
-    """
+    """Offer an operator what the settings ask for, with ``http`` the routes too. Never raises."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:  # no server that serves: there is nobody to answer
@@ -68,16 +58,11 @@ def _add_metrics(workers: WorkerClient, figures: StatsPoller) -> None:
 def _add_routes(workers: WorkerClient, figures: StatsPoller, state: Any) -> None:
     from vllm_omni_session_state.omni.admin import routes, service  # noqa: PLC0415 - they need FastAPI
 
-    app = _application_of(state)
+    builder = f"{seams.SERVER_MODULE}.{seams.SERVER_BUILDER}"
+    app = next(
+        (app for app in (each() for each in _applications) if app is not None and app.state is state), None
+    )
+    if app is None:
+        raise LookupError(f"expected {builder} to build the application, found another way")
     routes.attach(app, service.AdminService(workers, figures))
     LOGGER.info("sessions can be seen and steered under %s", routes.PREFIX)
-
-
-def _application_of(state: Any) -> Any:
-    for reference in _applications:
-        app = reference()
-        if app is not None and app.state is state:
-            return app
-    raise LookupError(
-        f"expected {seams.SERVER_MODULE}.{seams.SERVER_BUILDER} to build the application, found another way"
-    )

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_omni_session_state.omni.admin.service import ACTS, BAD, DONE, FAILED, AdminService, RefusedError
+from vllm_omni_session_state.omni.admin.service import ACTS, AdminService, RefusedError
 
 PREFIX = "/v1/session_state"
 
@@ -59,7 +59,7 @@ class Session(BaseModel):
     """One session, its parts on all ranks and replicas together."""
 
     session: str = Field(description="As it is shown: a hash, or the id where show_ids is on.")
-    state: str = Field(description="in_use, idle, original, disk or kv_only.")
+    state: str = Field(description="in_use, idle, host, disk or kv_only.")
     nbytes: dict[str, int] = Field(description="Bytes by device, over all ranks.")
     home: Home
     replicas: list[int] = Field(description="All that have a part of it; more than one is wrong.")
@@ -141,7 +141,7 @@ class _Route(APIRoute):
             try:
                 return await original(request)
             except (RequestValidationError, HTTPException) as error:
-                refused = RefusedError(422, BAD, _what_is_wrong(error))
+                refused = RefusedError("bad_request", _what_is_wrong(error))
             except RefusedError as error:
                 refused = error
             return _answer(refused.content, refused.status)
@@ -149,42 +149,22 @@ class _Route(APIRoute):
         return handle
 
 
-def attach(app: FastAPI, desk: AdminService) -> None:
+def attach(app: FastAPI, service: AdminService) -> None:
     """Add the routes to an application that does not serve yet."""
     router = APIRouter(prefix=PREFIX, tags=["session state"], route_class=_Route)
 
     async def sessions(timeout_s: Seconds = DEFAULT_TIMEOUT_S) -> Response:
-        return _answer(await desk.sessions(timeout_s=timeout_s))
+        return _answer(await service.sessions(timeout_s=timeout_s))
 
     async def session(name: Name, timeout_s: Seconds = DEFAULT_TIMEOUT_S) -> Response:
-        return _answer(await desk.session(name, timeout_s=timeout_s))
+        return _answer(await service.session(name, timeout_s=timeout_s))
 
-    get, one = _adder(router, "GET"), "/sessions/{name:path}"
-    get("/sessions", sessions, Listing, "All sessions", 422)
-    get(one, session, Inspected, "One session with its values", 404, 422)
-    post = _adder(router, "POST")
-    for how in ACTS:
-        words = f"{how.capitalize()} a session that nobody uses"
-        post(f"{one}/{how}", _act(desk, how), Done, words, 404, 409, 422)
-    app.include_router(router)
-
-
-def _act(desk: AdminService, how: str) -> Callable[..., Awaitable[Response]]:
-    async def act(name: Name, options: Annotated[Options | None, Body()] = None) -> Response:
-        asked = options or Options()
-        return _answer(await desk.act(how, name, timeout_s=asked.timeout_s))
-
-    act.__name__ = how
-    act.__doc__ = f"Answers when it is {DONE[how]} on all ranks."
-    return act
-
-
-def _adder(router: APIRouter, method: str) -> Callable[..., None]:
     def add(
-        path: str, act: Callable[..., Awaitable[Response]], model: type[BaseModel], summary: str, *errors: int
+        what: str, act: Callable[..., Awaitable[Response]], model: type[BaseModel], summary: str, *errors: int
     ) -> None:
+        method, _, path = what.partition(" ")
         answers: dict[int | str, dict[str, Any]] = {
-            status: {"model": Error, "description": _MEANING[status]} for status in (*errors, 502, 504)
+            status: {"model": Error, "description": _MEANING[status]} for status in (*errors, 422, 502, 504)
         }
         router.add_api_route(
             path,
@@ -196,7 +176,23 @@ def _adder(router: APIRouter, method: str) -> Callable[..., None]:
             responses={**answers, 401: {"description": _MEANING[401]}},
         )
 
-    return add
+    one = "/sessions/{name:path}"
+    add("GET /sessions", sessions, Listing, "All sessions")
+    add(f"GET {one}", session, Inspected, "One session with its values", 404)
+    for how in ACTS:
+        words = f"{how.capitalize()} a session that nobody uses"
+        add(f"POST {one}/{how}", _act(service, how), Done, words, 404, 409)
+    app.include_router(router)
+
+
+def _act(service: AdminService, how: str) -> Callable[..., Awaitable[Response]]:
+    async def act(name: Name, options: Annotated[Options | None, Body()] = None) -> Response:
+        asked = options or Options()
+        return _answer(await service.act(how, name, timeout_s=asked.timeout_s))
+
+    act.__name__ = how
+    act.__doc__ = f"Answers when it is {ACTS[how][1]} on all ranks."
+    return act
 
 
 _MEANING = {
@@ -204,7 +200,7 @@ _MEANING = {
     404: "There is no such session.",
     409: "The session is in use, does not move, or is one of several of that name: nothing has changed.",
     422: "The request is not understood.",
-    502: f"{FAILED}: a worker could not do it.",
+    502: "worker_failed: a worker could not do it.",
     504: "No worker answered in time.",
 }
 

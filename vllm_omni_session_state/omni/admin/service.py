@@ -12,25 +12,28 @@ from typing import Any
 
 from vllm_omni_session_state.base.ids import may_be_shown
 from vllm_omni_session_state.omni.admin import aggregate
-from vllm_omni_session_state.omni.admin.stats_poller import LastKnown, StatsPoller
+from vllm_omni_session_state.omni.admin.stats_poller import StatsPoller
 from vllm_omni_session_state.omni.replicas.calls import Asked
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
-ACTS = {"close": "found", "reset": "found", "park": "parked", "restore": "restored"}
-"""By what can be done to a session the key under which a rank says that it is done so."""
+ACTS = {
+    "close": ("found", "closed"),
+    "reset": ("found", "reset"),
+    "park": ("parked", "parked"),
+    "restore": ("restored", "restored"),
+}
+"""By what can be done to a session the key under which a rank says whether it is done, and its word."""
 
-DONE = {"close": "closed", "reset": "reset", "park": "parked", "restore": "restored"}
-
-UNKNOWN, IN_USE, REFUSED, AMBIGUOUS, FAILED, SLOW, BAD = (
-    "not_found",
-    "in_use",
-    "refused",
-    "ambiguous",
-    "worker_failed",
-    "timeout",
-    "bad_request",
-)
-"""Types of an error."""
+STATUS = {
+    "not_found": 404,
+    "in_use": 409,
+    "refused": 409,
+    "ambiguous": 409,
+    "bad_request": 422,
+    "worker_failed": 502,
+    "timeout": 504,
+}
+"""By the type of an error the status of the answer."""
 
 
 class RefusedError(Exception):
@@ -41,19 +44,14 @@ class RefusedError(Exception):
         content: The answer.
     """
 
-    def __init__(self, status: int, kind: str, message: str, **more: object) -> None:
-        self.status = status
-        self.content = {"error": {"type": kind, "message": message, "code": status, **more}}
+    def __init__(self, kind: str, message: str, **more: object) -> None:
+        self.status = STATUS[kind]
+        self.content = {"error": {"type": kind, "message": message, "code": self.status, **more}}
         super().__init__(message)
 
 
 class AdminService:
-    """Answers for the workers of one API server.
-
-    Args:
-        workers: Whom to ask.
-        figures: The last known ones.
-    """
+    """Answers for the workers of one API server, and from the last known figures."""
 
     def __init__(self, workers: WorkerClient, figures: StatsPoller) -> None:
         self._workers = workers
@@ -67,14 +65,14 @@ class AdminService:
             RefusedError: With what is to be answered; so for all methods here.
         """
         known = await self._known(timeout_s=timeout_s)
-        rows = aggregate.rows(known.asked.answers)
-        if known.asked.whole:
+        rows = aggregate.rows(known.answers)
+        if known.whole:
             self._figures.saw(rows)
-        agree = not known.asked.failures and all(answer["agree"] for answer in known.asked.answers.values())
+        agree = not known.failures and all(answer["agree"] for answer in known.answers.values())
         return {
             "sessions": rows,
             "agree": agree and not aggregate.split(rows),
-            "answered": sorted({replica for replica, _ in aggregate.ranks_of(known.asked.answers)}),
+            "answered": sorted({replica for replica, _ in aggregate.ranks_of(known.answers)}),
             "age_s": round(known.age_s, 3),
         }
 
@@ -87,27 +85,25 @@ class AdminService:
 
     async def act(self, how: str, name: str, *, timeout_s: float) -> dict[str, Any]:
         """Close, reset, park or restore one session that nobody uses."""
-        asked = await self._named(
-            f"session_state_{how}", name, timeout_s=timeout_s, only_idle=how in ("close", "reset")
-        )
-        there = _found(asked)
+        only_idle = how in ("close", "reset")
+        asked = await self._named(f"session_state_{how}", name, timeout_s=timeout_s, only_idle=only_idle)
+        there, (key, done) = _found(asked), ACTS[how]
         if any(rank["used"][0] for _, rank in there):
-            raise RefusedError(
-                409, IN_USE, "the session is in use; nothing has changed. Ask again between two requests"
-            )
-        if not all(rank[ACTS[how]][0] for _, rank in there):
-            raise RefusedError(409, REFUSED, f"the session is not {DONE[how]}: the budgets have no room")
+            what = "the session is in use; nothing has changed. Ask again between two requests"
+            raise RefusedError("in_use", what)
+        if not all(rank[key][0] for _, rank in there):
+            raise RefusedError("refused", f"the session is not {done}: the budgets have no room")
         replicas = sorted({replica for replica, _ in there})
         home = aggregate.home_of(replicas)
         return {
             "session": there[0][1]["shown"][0],
-            "done": DONE[how],
+            "done": done,
             "home": home,
             "replicas": replicas,
             "agree": home is not None and all(asked.answers[replica]["agree"] for replica in replicas),
         }
 
-    async def _known(self, *, timeout_s: float) -> LastKnown:
+    async def _known(self, *, timeout_s: float) -> Asked:
         """What is known of all sessions, with their rows; it waits for workers where that delays no step."""
         slow = False
         try:
@@ -118,12 +114,11 @@ class AdminService:
             raise _failed(error) from error
         known = await asyncio.to_thread(self._figures.look, rows=True)
         if known is None and slow:
-            raise RefusedError(
-                504, SLOW, f"no worker answered within timeout_s={timeout_s:g}: none has yet", last_known=None
-            )
+            what = f"no worker answered within timeout_s={timeout_s:g}: none has yet"
+            raise RefusedError("timeout", what, last_known=None)
         if known is None:
-            known = LastKnown(Asked({}, []), 0.0)
-        self._judge(known.asked, partly=True)
+            known = Asked()
+        self._judge(known, partly=True)
         self._figures.want()
         return known
 
@@ -142,14 +137,13 @@ class AdminService:
             timeout_s = max(0.0, until - loop.time())
         asked = await self._ask(method, name, timeout_s=timeout_s, only_id=True, **how)
         if not _found(asked):
-            raise _unknown()
+            what = "there is no such session; names are shown by GET /v1/session_state/sessions"
+            raise RefusedError("not_found", what)
         return asked
 
-    async def _ask(
-        self, method: str, *names: str, timeout_s: float, partly: bool = False, **how: bool
-    ) -> Asked:
+    async def _ask(self, method: str, name: str, *, timeout_s: float, **how: bool) -> Asked:
         sent = asyncio.Event()
-        task = asyncio.get_running_loop().create_task(self._workers.ask(method, *names, sent=sent, **how))
+        task = asyncio.get_running_loop().create_task(self._workers.ask(method, name, sent=sent, **how))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         await asyncio.wait({task}, timeout=timeout_s)
@@ -158,10 +152,9 @@ class AdminService:
         error = task.exception()
         if error is not None:
             raise _failed(error)
-        asked = task.result()
         self._figures.want()
-        self._judge(asked, partly=partly)
-        return asked
+        self._judge(task.result(), partly=False)
+        return task.result()
 
     def _slow(self, task: asyncio.Task[Asked], timeout_s: float, *, pending: bool) -> RefusedError:
         if pending:
@@ -170,17 +163,11 @@ class AdminService:
         else:
             task.cancel()
             what = "others are before it; nothing was sent"
-        known = self._figures.look()
-        last = None
+        what = f"no worker answered within timeout_s={timeout_s:g}: {what}"
+        known, last = self._figures.look(), None
         if known is not None:
-            last = {"age_s": round(known.age_s, 3), "figures": aggregate.totals(known.asked.answers)}
-        return RefusedError(
-            504,
-            SLOW,
-            f"no worker answered within timeout_s={timeout_s:g}: {what}",
-            pending=pending,
-            last_known=last,
-        )
+            last = {"age_s": round(known.age_s, 3), "figures": aggregate.totals(known.answers)}
+        return RefusedError("timeout", what, pending=pending, last_known=last)
 
     @staticmethod
     def _judge(asked: Asked, *, partly: bool) -> None:
@@ -195,12 +182,15 @@ class AdminService:
         ]
         if failed and all(rank.get("refused") for _, rank in failed):  # in our own words: no id is in them
             said = "; ".join(f"{where}: {_words(rank['error'])}" for where, rank in failed)
-            unclear = any(wrong.get("ambiguous") for _, rank in failed for wrong in _wrong(rank))
-            raise RefusedError(409, AMBIGUOUS if unclear else REFUSED, said)
+            errors = [
+                error for _, rank in failed for error in rank.get("errors", [rank]) if error is not None
+            ]
+            unclear = any(error.get("ambiguous") for error in errors)
+            raise RefusedError("ambiguous" if unclear else "refused", said)
         if failed or not asked.answers:
             said = ", ".join(f"{where} ({rank['error'].partition(':')[0]})" for where, rank in failed)
             where = said or "every replica: no worker manages session state"
-            raise RefusedError(502, FAILED, f"a call failed on {where}; see the worker's log")
+            raise RefusedError("worker_failed", f"a call failed on {where}; see the worker's log")
 
 
 def _found(asked: Asked) -> list[tuple[int, Mapping[str, Any]]]:
@@ -212,20 +202,10 @@ def _found(asked: Asked) -> list[tuple[int, Mapping[str, Any]]]:
     ]
 
 
-def _wrong(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What went wrong on a rank: with each session, or with the whole call."""
-    return [wrong for wrong in rank.get("errors", [rank]) if wrong is not None]
-
-
 def _failed(error: BaseException) -> RefusedError:
     # What an error of vLLM-Omni says can name an id.
-    return RefusedError(502, FAILED, f"the call failed ({type(error).__name__}); see the server's log")
-
-
-def _unknown() -> RefusedError:
-    return RefusedError(
-        404, UNKNOWN, "there is no such session; names are shown by GET /v1/session_state/sessions"
-    )
+    what = f"the call failed ({type(error).__name__}); see the server's log"
+    return RefusedError("worker_failed", what)
 
 
 def _words(error: str) -> str:

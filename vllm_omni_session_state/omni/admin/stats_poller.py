@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni_session_state.base.errors import error_text
 from vllm_omni_session_state.base.log import LOGGER
-from vllm_omni_session_state.omni.admin.aggregate import Answers, Row, rows
-from vllm_omni_session_state.omni.admin.split_sessions import SplitSessions
+from vllm_omni_session_state.omni.admin.aggregate import Row, rows, split
 from vllm_omni_session_state.omni.admin.stats_source import Reading, StatsSource
 from vllm_omni_session_state.omni.replicas.calls import Asked
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
@@ -35,25 +34,8 @@ LINGER_S = 60.0
 _TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class LastKnown:
-    """What is known.
-
-    Attributes:
-        asked: What all ranks say, as if they had been asked by ``session_state_figures``.
-        age_s: Seconds since the oldest part of it was so.
-    """
-
-    asked: Asked
-    age_s: float
-
-
 class StatsPoller:
-    """The figures of some workers.
-
-    Args:
-        workers: Which.
-        loop: The API server's.
+    """The figures of some workers, on the API server's loop.
 
     Attributes:
         split: How many sessions are in several replicas; ``None`` as long as no listing tells.
@@ -67,51 +49,56 @@ class StatsPoller:
         self._task: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._asked_at: float | None = None
-        self._answers: Answers = {}
-        self._sources: dict[int, list[StatsSource]] = {}
+        self._replicas: dict[int, tuple[bool, list[StatsSource]]] = {}  # with whether ranks agreed when asked
         self._failures: list[str] = []
-        self._splits = SplitSessions()
+        self._split_looks: dict[str, int] = {}  # by split session, at how many looks it was
         self._listed_at = -math.inf
 
     def want(self, *, linger_s: float = 0.0) -> None:
-        """Have those renewed that must be asked for; from any thread, and it never waits.
-
-        Args:
-            linger_s: For how long.
-        """
+        """Have those renewed for so long that must be asked for; from any thread, and it never waits."""
         self._until = max(self._until, time.monotonic() + linger_s)
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin)
 
-    def look(self, *, rows: bool = False) -> LastKnown | None:
-        """What is known, ``None`` before the first answer; from any thread, and it waits for no worker.
+    def look(self, *, rows: bool = False) -> Asked | None:
+        """What all ranks say, as if asked by ``session_state_figures``, with their ``rows`` or without.
 
-        Ranks of a replica are judged to agree by what each of them was after the same step.
-
-        Args:
-            rows: Whether each rank's ``rows`` are wanted.
+        From any thread, and it waits for no worker; ``None`` before the first answer. Ranks of a replica are
+        judged to agree by what each of them was after the same step.
         """
         answers: dict[int, Any] = {}
-        now = time.monotonic()
-        oldest = now
-        for replica, sources in list(self._sources.items()):
+        now = oldest = time.monotonic()
+        for replica, (agreed, sources) in list(self._replicas.items()):
             looks, agree = _looked(sources, rows=rows)
-            answers[replica] = {
-                "agree": self._answers[replica]["agree"] if agree is None else agree,
-                "ranks": [look.rank for look in looks],
-            }
+            ranks = [look.rank for look in looks]
+            answers[replica] = {"agree": agreed if agree is None else agree, "ranks": ranks}
             oldest = min(oldest, *(look.at for look in looks))
-        return LastKnown(Asked(answers, self._failures), now - oldest) if answers else None
+        return Asked(answers, self._failures, now - oldest) if answers else None
 
     def saw(self, listed: list[Row]) -> None:
-        """Note what a listing of all replicas says."""
-        self.split = self._splits.look(listed)
+        """Note what a listing of all replicas says.
+
+        Replicas answer one after the other. A session that ends in one and begins anew in another meanwhile
+        is in both answers, for that one look. So a split one counts, and is said, from its second look on.
+        """
+        found = split(listed)
+        self._split_looks = {
+            row["session"]: min(3, self._split_looks.get(row["session"], 0) + 1) for row in found
+        }
+        for row in found:
+            if self._split_looks[row["session"]] == 2:
+                LOGGER.warning(
+                    "session %s is in replicas %s at once: its steps went now to one, now to another, and "
+                    "its outputs are wrong. Have its client reset it, or close it",
+                    row["session"],
+                    ", ".join(map(str, row["replicas"])),
+                )
+        self.split = sum(looks > 1 for looks in self._split_looks.values())
 
     async def fresh(self) -> None:
         """Wait for an answer where there is none yet, or of a replica that has joined, or while nothing runs.
 
-        Raises:
-            Exception: As the call does.
+        Raises as the call does.
         """
         if self._asked_at is None or self._joined or (not self._filed and self._workers.idle):
             await self.ask()
@@ -126,24 +113,27 @@ class StatsPoller:
         asked = await self._workers.ask("session_state_figures")
         self._asked_at = time.monotonic()
         self._failures = asked.failures
-        gone = {number: all(each.gone for each in sources) for number, sources in self._sources.items()}
-        kept = {number for number, is_gone in gone.items() if is_gone} - asked.answers.keys()
         found = {
-            number: [StatsSource(rank) for rank in answer["ranks"]]
+            number: (answer["agree"], [StatsSource(rank) for rank in answer["ranks"]])
             for number, answer in asked.answers.items()
         }
-        self._answers = {**{number: self._answers[number] for number in kept}, **asked.answers}
-        self._sources = {**{number: self._sources[number] for number in kept}, **found}
+        # One that is gone is shown as such until another takes its place.
+        gone = {n: known for n, known in self._replicas.items() if all(source.gone for source in known[1])}
+        self._replicas = {**gone, **found}
+
+    @property
+    def _sources(self) -> list[StatsSource]:
+        return [source for _, sources in self._replicas.values() for source in sources]
 
     @property
     def _joined(self) -> bool:
         """Whether there is a replica that was never asked."""
         attached = self._workers.attached
-        return attached is not None and not attached <= self._sources.keys()
+        return attached is not None and not attached <= self._replicas.keys()
 
     @property
     def _filed(self) -> bool:
-        return all(source.filed for sources in self._sources.values() for source in sources)
+        return all(source.filed for source in self._sources)
 
     def _begin(self) -> None:
         if self._task is None or self._task.done():
@@ -156,20 +146,20 @@ class StatsPoller:
                 try:
                     await self.ask()
                 except Exception as error:  # noqa: BLE001 - the last ones stay, and their age tells
-                    LOGGER.debug("no figures came: %s: %s", type(error).__name__, error)
+                    LOGGER.debug("no figures came: %s", error_text(error))
             await self._look_for_splits()
             await asyncio.sleep(EVERY_S)
             if self._until <= begun:
                 return
 
     async def _look_for_splits(self) -> None:
-        if len(self._sources) < 2:
+        if len(self._replicas) < 2:
             self.saw([])
         elif time.monotonic() - self._listed_at >= LISTED_EVERY_S:
             self._listed_at = time.monotonic()
             known = await asyncio.to_thread(self.look, rows=True)
-            if known is not None and known.asked.whole:
-                self.saw(rows(known.asked.answers))
+            if known is not None and known.whole:
+                self.saw(rows(known.answers))
 
     def _due(self, now: float) -> bool:
         if self._asked_at is None:
@@ -177,7 +167,7 @@ class StatsPoller:
         since = now - self._asked_at
         if self._joined or not self._filed:
             return since >= (EVERY_S if self._joined or self._workers.idle else BUSY_EVERY_S)
-        gone = any(source.gone for sources in self._sources.values() for source in sources)
+        gone = any(source.gone for source in self._sources)
         return gone and self._workers.idle and since >= BUSY_EVERY_S
 
 

@@ -21,7 +21,7 @@ GONE = "WorkerGoneError: the worker process is gone"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was seen.
+    """What was seen of one rank.
 
     Attributes:
         rank: As a rank answers ``session_state_figures``; ``rows`` only where they were asked for. If it
@@ -37,10 +37,7 @@ class Reading:
 
 
 class StatsSource:
-    """One rank.
-
-    Args:
-        answer: Its part of the answer to ``session_state_figures``.
+    """One rank, by its part of the answer to ``session_state_figures``.
 
     Attributes:
         gone: Whether its worker was found dead.
@@ -65,36 +62,31 @@ class StatsSource:
 
     def look(self, *, rows: bool) -> Reading:
         """What it says now, or said last. Never waits for a worker."""
-        if self.gone:
-            return self._gone()
+        now, number = time.monotonic(), self._answer.rank["rank"]
         file = self._file
+        if file is not None and not self.gone:
+            try:
+                found = file.read(rows=rows)
+                _check(found.figures)
+            except (UnreadableError, OSError) as error:
+                last = self._last.get(rows, self._answer)
+                if now - last.at > STALE_S:
+                    LOGGER.debug("%s is not read any more: %s", file.path, error)
+                    self._file = None
+                return last
+            self.gone = not file.alive
+        if self.gone:
+            return Reading({"rank": number, "ok": False, "error": GONE}, now)
         if file is None:
             return self._answer
-        now = time.monotonic()
-        try:
-            found = file.read(rows=rows)
-            _check(found.figures)
-        except (UnreadableError, OSError) as error:
-            last = self._last.get(rows, self._answer)
-            if now - last.at > STALE_S:
-                LOGGER.debug("%s is not read any more: %s", file.path, error)
-                self._file = None
-            return last
-        if not file.alive:
-            self.gone = True
-            return self._gone()
         if found.stopped:
             self._file = None
         unchanged_s = max(0.0, time.time() - found.written)
-        rank = {"rank": self._answer.rank["rank"], "ok": True, "unchanged_s": unchanged_s, **found.figures}
+        rank = {"rank": number, "ok": True, "unchanged_s": unchanged_s, **found.figures}
         if found.rows is not None:
             rank["rows"] = found.rows
         self._last[rows] = look = Reading(rank, now, found.steps)
         return look
-
-    def _gone(self) -> Reading:
-        rank = {"rank": self._answer.rank["rank"], "ok": False, "error": GONE}
-        return Reading(rank, time.monotonic())
 
 
 _COUNTS = (
@@ -109,11 +101,7 @@ _MOST = 1 << 63
 
 
 def _check(figures: Mapping[str, Any]) -> None:
-    """Refuse figures that lack what everybody expects of them, or have what is no figure.
-
-    Raises:
-        UnreadableError: If they do.
-    """
+    """Raise ``UnreadableError`` for figures that lack what is expected of them, or have what is no figure."""
     counts = {name: value for name, value in figures.items() if name not in _OTHERS}
     bounds, kv, ends, only_kv, moves = (figures.get(name) for name in _OTHERS)
     whole = (

@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.log import tried
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -23,16 +22,20 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
     module = sys.modules.get(name)
     if module is not None:
         then(module)
-    elif not any(isinstance(finder, _Finder) and finder.awaited == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(name, then))
+    elif not any(isinstance(finder, _Awaited) and finder.awaited == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Awaited(name, then))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for one module, lets the ordinary finders find it, and has ``then`` called once it has run."""
+class _Awaited(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets one module be found and run as without it, then calls ``then``."""
 
     def __init__(self, awaited: str, then: Callable[[ModuleType], None]) -> None:
         self.awaited = awaited
         self._then = then
+        self._loader: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def find_spec(
         self,
@@ -45,19 +48,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenLoader(spec.loader, self._then)
+            self._loader, spec.loader = spec.loader, self
         return spec
-
-
-class _ThenLoader(importlib.abc.Loader):
-    """Runs the module as its own loader would, then calls ``then``."""
-
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
@@ -68,9 +60,4 @@ class _ThenLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader  # the module looks as if nobody had waited for it
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        try:
-            self._then(module)
-        except Exception as error:  # noqa: BLE001 - a hook never breaks an import
-            log_once(
-                logging.WARNING, ("imports", module.__name__), "%s is not hooked: %s", module.__name__, error
-            )
+        tried(lambda: self._then(module), f"{module.__name__} is not hooked")

@@ -8,7 +8,7 @@ change under us without harm.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,8 +16,6 @@ from vllm_omni_session_state.base.errors import SeamMismatchError
 
 LOADER_MODULE = "vllm_omni.diffusion.model_loader.diffusers_loader"
 _MISSING = object()
-MARK = "__session_state_wrapper__"
-"""Attribute of every function that this plugin puts around one of vLLM-Omni's."""
 
 LOADER_CLASS = "DiffusersPipelineLoader"
 LOADER_METHOD = "load_model"
@@ -135,36 +133,23 @@ POOL_SEAMS: dict[str, tuple[Seam, ...]] = {
 """By the dotted name of a class: where a stage's replicas come together, and which of them gets a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One attribute of an object of vLLM-Omni that is read or set.
+Fields = Mapping[type, tuple[str, ...]]
+"""By their type the names of attributes of an object of vLLM-Omni that are read or set."""
 
-    Attributes:
-        name: The attribute's name.
-        kind: Its type.
-    """
-
-    name: str
-    kind: type
-
-
-POOL_FIELDS = (
-    Field("stage_id", int),
-    Field("clients", list),
-    Field("is_distributed", bool),
-    Field("_request_bindings", dict),
-    Field("_affinity", dict),
-)
+POOL_FIELDS: Fields = {
+    int: ("stage_id",),
+    bool: ("is_distributed",),
+    list: ("clients",),
+    dict: ("_request_bindings", "_affinity"),
+}
 """Of a ``StagePool``: its replicas by slot; which slot a request is bound to, or which address."""
 
 KV_STATE_SEAMS = (Seam("close", "(self)"),)
-KV_STATE_FIELDS = (
-    Field("session_id", str),
-    Field("adapters", dict),
-    Field("_committed", dict),
-    Field("_paged_pending", dict),
-    Field("_closed", bool),
-)
+KV_STATE_FIELDS: Fields = {
+    str: ("session_id",),
+    dict: ("adapters", "_committed", "_paged_pending"),
+    bool: ("_closed",),
+}
 """Of ``ARDiffusionKVState``: one session's engine KV. By branch: adapters, committed tokens, contexts."""
 
 KV_CACHE_SEAMS = (
@@ -175,32 +160,23 @@ KV_CACHE_SEAMS = (
     Seam("key_cache", "(self, layer_idx)"),
     Seam("value_cache", "(self, layer_idx)"),
 )
-KV_CACHE_FIELDS = (
-    Field("num_layers", int),
-    Field("block_size", int),
-    Field("null_block_id", int),
-    Field("session_capacity", int),
-    Field("cross_attention_lengths", dict),
-    Field("cross_attention_kv_heads", dict),
-    Field("_adapters", dict),
-    Field("_cross_sessions", dict),
-    Field("num_local_kv_branches", int),
-    Field("cross_attention_bytes_per_session", int),
-)
-KV_CONFIG_FIELDS = (Field("sink_chunks", int), Field("window_chunks", int))
-KV_SPEC_FIELDS = (Field("page_size_bytes", int),)
+KV_CACHE_FIELDS: Fields = {
+    int: (
+        *("num_layers", "block_size", "null_block_id", "session_capacity"),
+        *("num_local_kv_branches", "cross_attention_bytes_per_session"),
+    ),
+    dict: ("cross_attention_lengths", "cross_attention_kv_heads", "_adapters", "_cross_sessions"),
+}
+KV_CONFIG_FIELDS: Fields = {int: ("sink_chunks", "window_chunks")}
+KV_SPEC_FIELDS: Fields = {int: ("page_size_bytes",)}
 """Of ``ARDiffusionKVCache``: the pool. Adapters by request id; cross-attention K/V by session id, cache name
 and branch, each a pair of lists by layer. Its ``config`` has the window in blocks, its ``spec`` a block's
 bytes in one layer."""
 
-KV_ADAPTER_FIELDS = (
-    Field("request_id", str),
-    Field("_chunk_size", int),
-    Field("_prefill", int),
-    Field("_completed_chunks", int),
-    Field("compacted_tokens", int),
-    Field("num_computed_tokens", int),
-)
+KV_ADAPTER_FIELDS: Fields = {
+    str: ("request_id",),
+    int: ("_chunk_size", "_prefill", "_completed_chunks", "compacted_tokens", "num_computed_tokens"),
+}
 """Of ``ARDiffusionRequestAdapter``: where one branch of one session stands."""
 
 KV_POOL_SEAMS = (Seam("get_num_free_blocks", "(self)"),)
@@ -214,22 +190,15 @@ def signature_of(function: object) -> str:
     for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
-            starred = True
-        mark = ""
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            mark, starred = "*", True
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            mark = "**"
+        star, stars = parameter.kind is parameter.VAR_POSITIONAL, parameter.kind is parameter.VAR_KEYWORD
+        mark = "*" if star else "**" if stars else ""
+        starred = starred or star or parameter.kind is parameter.KEYWORD_ONLY
         parts.append(f"{mark}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}")
     return f"({', '.join(parts)})"
 
 
 def check(owner: type | ModuleType, seams: Iterable[Seam]) -> None:
     """Compare a class or a module of vLLM-Omni with what the plugin expects of it.
-
-    Args:
-        owner: vLLM-Omni's class or module.
-        seams: Its seams.
 
     Raises:
         SeamMismatchError: For the first seam that is missing or has another signature.
@@ -248,18 +217,19 @@ def check(owner: type | ModuleType, seams: Iterable[Seam]) -> None:
             raise SeamMismatchError(place, expected=seam.signature, found=found)
 
 
-def check_fields(owner: object, fields: Iterable[Field]) -> None:
+def check_fields(owner: object, fields: Fields) -> None:
     """Compare an object of vLLM-Omni with what the plugin expects to find on it.
 
     Raises:
         SeamMismatchError: For the first attribute that is missing or of another type.
     """
-    kind = type(owner)
-    for field in fields:
-        found = getattr(owner, field.name, _MISSING)
-        if not isinstance(found, field.kind):
-            raise SeamMismatchError(
-                f"{kind.__module__}.{kind.__qualname__}.{field.name}",
-                expected=f"an attribute of type {field.kind.__name__}",
-                found="nothing of that name" if found is _MISSING else f"a {type(found).__name__}",
-            )
+    place = f"{type(owner).__module__}.{type(owner).__qualname__}"
+    for kind, names in fields.items():
+        for name in names:
+            found = getattr(owner, name, _MISSING)
+            if not isinstance(found, kind):
+                raise SeamMismatchError(
+                    f"{place}.{name}",
+                    expected=f"an attribute of type {kind.__name__}",
+                    found="nothing of that name" if found is _MISSING else f"a {type(found).__name__}",
+                )

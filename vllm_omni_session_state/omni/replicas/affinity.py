@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from vllm_omni_session_state.base.errors import SessionStateError
+from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.ids import DEFAULT
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.replicas.homes import Asking, Homes
 
 ASK_EVERY_S = 0.5
@@ -35,26 +32,15 @@ _HOLDS, _EXPIRE = "session_state_holds", "session_state_expire"
 _ENDS = ("session_state_close", "session_state_reset", _EXPIRE)
 
 
-def say_split(what: str, error: Exception) -> None:
-    """Say once that sessions have no home.
-
-    Args:
-        what: Of which stage.
-        error: Why.
-    """
-    log_once(
-        logging.WARNING,
-        ("affinity", what),
-        "with several replicas of %s, steps of one session WILL go to different ones, and its rollout goes "
-        "wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas: %s: %s",
-        what,
-        type(error).__name__,
-        error,
+def sessions_split(what: str) -> str:
+    """What follows for some stage where its sessions have no home."""
+    return (
+        f"with several replicas of {what}, steps of one session WILL go to different ones, and its rollout "
+        "goes wrong unsaid; keep num_replicas at 1. Calls about sessions stop all replicas"
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """What a request says of its session."""
 
     session: str
@@ -63,11 +49,7 @@ class _Step:
 
 
 def step_of(extra_args: Mapping[str, Any] | None) -> _Step | None:
-    """The session of a request and what becomes of it, as vLLM-Omni's AR-Diffusion runner reads it.
-
-    Returns:
-        ``None`` for a request that the runner refuses.
-    """
+    """What vLLM-Omni's AR-Diffusion runner reads of a request; ``None`` for one that it refuses."""
     from vllm_omni.experimental.ar_diffusion.tick_protocol import ARDiffusionTickRequest  # noqa: PLC0415
 
     extra = extra_args or {}
@@ -82,11 +64,7 @@ def step_of(extra_args: Mapping[str, Any] | None) -> _Step | None:
 
 
 class Affinity:
-    """The replicas of one stage of vLLM-Omni, and which of them has which session.
-
-    Args:
-        pool: vLLM-Omni's.
-        strict: Whether steps of a lost session fail.
+    """The replicas in one stage's pool, and which of them has which session. ``strict``: see `Homes`.
 
     Attributes:
         homes: Of its sessions; of none where a session is one request.
@@ -94,25 +72,13 @@ class Affinity:
     """
 
     def __init__(self, pool: Any, *, strict: bool) -> None:
-        self.homes = Homes(strict=strict, under_way=self._under_way)
+        self.homes = Homes(strict=strict, under_way=lambda request: _is_bound(pool, request))
         self.loop: asyncio.AbstractEventLoop | None = None
         self._pool = pool
-        self._original = pool.submit_initial
         self._asking: asyncio.Task[None] | None = None
         self._newcomers = False
         self._mute: weakref.WeakSet[Any] = weakref.WeakSet()  # clients that cannot be asked
         self._note_loop()
-
-    def follow(self) -> None:
-        """From now on a step goes to its session's home."""
-        original = self._original
-
-        @functools.wraps(original)
-        async def submit_initial(request_id: str, req_state: Any, request: Any, **how: Any) -> Any:
-            return await self._submit(request_id, req_state, request, **how)
-
-        setattr(submit_initial, seams.MARK, True)
-        self._pool.submit_initial = submit_initial
 
     def live(self) -> dict[int, object]:
         """By its slot the client of each replica that can be given a step."""
@@ -130,14 +96,33 @@ class Affinity:
         """By its slot the client of each replica of the pool, whether it is well or not."""
         return {slot: client for slot, client in enumerate(self._pool.clients) if client is not None}
 
+    async def submit(
+        self, original: Callable[..., Any], request_id: str, req_state: Any, request: Any, **how: Any
+    ) -> Any:
+        """In the place of the pool's ``submit_initial``: a step goes to its session's home."""
+        step = slot = None
+        try:
+            step = self._step(request_id, req_state, how)
+            if step is not None:
+                slot = await self._place(step, request_id)
+        except SessionStateError as error:
+            raise _of_one_request(error) from None
+        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+            what = sessions_split(f"stage {self._pool.stage_id}")
+            log_once(logging.WARNING, ("affinity", what), "%s: %s", what, error_text(error))
+            step = None
+        got = await original(request_id, req_state, request, **how)
+        if step is not None and got != slot:
+            self.homes.went(step.session, request_id, got, self._pool.clients[got])
+        if step is not None and step.close:
+            self.homes.doubt(step.session)
+            self._ask_soon()
+        return got
+
     async def call(
         self, slot: int, client: object, method: str, names: tuple[str, ...], how: Mapping[str, bool]
     ) -> Any:
-        """Call a method of the workers of one replica; on the orchestrator's loop.
-
-        Returns:
-            vLLM-Omni's answer of that replica.
-        """
+        """Call a method of one replica's workers, on the orchestrator's loop; what vLLM-Omni answers."""
         if self.attached().get(slot) is not client:
             return {"supported": False, "error": f"replica {slot} is gone"}
         meant = [self.meant(name, how) if method in _ENDS else [] for name in names]
@@ -161,6 +146,11 @@ class Affinity:
         """The sessions that a name may mean, by how a call takes it."""
         return [name] if how.get("only_id") else self.homes.named(name)
 
+    def may_have(self, client: object, key: str) -> bool:
+        """Whether a replica has a session, or may have one of which nothing is known."""
+        home = self.homes.of(key)
+        return not self.homes.is_lost(key) if home is None else client is home
+
     def _heard_of_end(
         self, method: str, key: str, at: int, ranks: list[Mapping[str, Any]], quiet: Asking
     ) -> None:
@@ -174,30 +164,11 @@ class Affinity:
         else:
             self.homes.heard({key: quiet[key]}, [False], [expire])
 
-    async def _submit(self, request_id: str, req_state: Any, request: Any, **how: Any) -> Any:
-        step = slot = None
-        try:
-            step = self._step(request_id, req_state, how)
-            if step is not None:
-                slot = await self._place(step, request_id)
-        except SessionStateError as error:
-            raise _of_one_request(error) from None
-        except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-            say_split(f"stage {self._pool.stage_id}", error)
-            step = None
-        got = await self._original(request_id, req_state, request, **how)
-        if step is not None and got != slot:
-            self.homes.went(step.session, request_id, got, self._pool.clients[got])
-        if step is not None and step.close:
-            self.homes.doubt(step.session)
-            self._ask_soon()
-        return got
-
     def _step(self, request_id: str, req_state: Any, how: Mapping[str, Any]) -> _Step | None:
         """What a request says of its session; ``None`` for one whose replica is chosen already."""
         pool = self._pool
         self._note_loop()
-        if pool.get_bound_replica_id(request_id) is not None or how.get("affinity_request_id") is not None:
+        if _is_bound(pool, request_id) or how.get("affinity_request_id") is not None:
             return None
         params = how.get("params_override")
         if params is None:
@@ -214,7 +185,13 @@ class Affinity:
                 await self._make_room()
                 live = self.live() or live
             self._newcomers = self._newcomers or len(live) > 1 or 2 * len(homes) > homes.most
-        slot = homes.place(step.session, request_id, live, self._running, reset=step.reset)
+        slot = homes.place(
+            step.session,
+            request_id,
+            live,
+            lambda slot: int(self._pool.replica_monitor_sample(slot)[1]),
+            reset=step.reset,
+        )
         if self._pool.is_distributed:
             self._pool._affinity[request_id] = self._pool._client_input_addr(live[slot])
         else:
@@ -231,12 +208,6 @@ class Affinity:
         await asyncio.wait({asyncio.ensure_future(self._ask())}, timeout=PATIENCE_S)
         if self.homes.full and all(client in self._mute for client in self.attached().values()):
             self.homes.drop_oldest()
-
-    def _running(self, slot: int) -> int:
-        return int(self._pool.replica_monitor_sample(slot)[1])
-
-    def _under_way(self, request_id: str) -> bool:
-        return self._pool.get_bound_replica_id(request_id) is not None
 
     def _note_loop(self) -> None:
         if self.loop is None:
@@ -276,6 +247,10 @@ class Affinity:
         each = [[rank[name] for rank in ranks] for name in ("found", "lost")]
         found, lost = ([any(said) for said in zip(*ranked, strict=True)] for ranked in each)
         self.homes.heard(asking, found, lost)
+
+
+def _is_bound(pool: Any, request_id: str) -> bool:
+    return pool.get_bound_replica_id(request_id) is not None
 
 
 def _of_one_request(error: SessionStateError) -> Exception:

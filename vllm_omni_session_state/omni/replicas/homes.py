@@ -5,7 +5,7 @@ replica to the next one. A session gets its home at its first step and keeps it 
 lets go of a session by itself tells nobody; so a replica is asked now and then which of its sessions it still
 has, and what it has not is forgotten. Nothing is forgotten by a guess.
 
-All of it runs on the one thread of vLLM-Omni's orchestrator; other threads only read. It knows no original.
+All of it runs on the one thread of vLLM-Omni's orchestrator; other threads only read.
 """
 
 from __future__ import annotations
@@ -61,17 +61,15 @@ class Homes:
 
     Attributes:
         lost: How many were lost with a replica, by its slot.
-        most: How many there may be.
     """
 
     def __init__(self, *, strict: bool, under_way: Callable[[str], bool], most: int = MOST) -> None:
         self.lost: Counter[int] = Counter()
+        self.most = most
         self._strict = strict
         self._under_way = under_way
-        self.most = most
         self._steps = 0
         self._homes: OrderedDict[str, _Home] = OrderedDict()  # longest neither used nor confirmed first
-        self._load: Counter[int] = Counter()  # sessions that are held, by the id of the client
         self._doubted: dict[str, None] = {}
         self._losses = Losses()
 
@@ -104,21 +102,14 @@ class Homes:
         """The sessions that a name may mean: the one of that id, and those that are shown so."""
         return [key for key in list(self._homes) if name in (key, redacted_id(key), display_id(key))]
 
-    def load(self, client: object) -> int:
-        """How many sessions a replica has."""
-        return self._load[id(client)]
+    def loads(self) -> Counter[int]:
+        """How many sessions each replica has, by the ``id()`` of its client."""
+        return Counter(id(home.client) for home in self._homes.values() if home.held)
 
     def place(
         self, key: str, request: str, live: Live, running: Callable[[int], int], *, reset: bool = False
     ) -> int:
-        """The slot where a step goes.
-
-        Args:
-            key: Its session.
-            request: The id of its request.
-            live: The replicas, at least one.
-            running: How many steps a replica has under way, by its slot.
-            reset: Whether the client starts the session anew.
+        """The slot where a step of a session goes; with ``reset`` its client starts anew.
 
         Raises:
             SessionStateLostError: If the session was lost with its replica and steps of such fail.
@@ -135,10 +126,11 @@ class Homes:
         if home is None:
             if self.full:
                 raise NoRoomError(f"{len(self._homes)} sessions have a replica, and each is still there")
-            slot = min(live, key=lambda slot: (self.load(live[slot]), running(slot), slot))
-            home = self._add(key, live[slot], slot)
+            loads = self.loads()
+            slot = min(live, key=lambda slot: (loads[id(live[slot])], running(slot), slot))
+            home = self._homes[key] = _Home(live[slot], slot)
         elif reset:
-            self._hold(home, held=True)
+            home.held = True
         self._step(key, home, request)
         return home.slot
 
@@ -149,8 +141,11 @@ class Homes:
             self._lose(key, home)
             self._losses.clear(key)  # its step is on its way
             home = None
-        if home is not None or not self.full:
-            self._step(key, home or self._add(key, client, slot), request)
+        if home is None:
+            if self.full:
+                return
+            home = self._homes[key] = _Home(client, slot)
+        self._step(key, home, request)
 
     def forget(self, key: str) -> None:
         """A session has ended, or its client does not want to go on with it."""
@@ -176,13 +171,9 @@ class Homes:
         return {key: self._homes[key].last for key in keys if key in self._homes and not self._busy(key)}
 
     def to_ask(self, live: Live, *, oldest: bool) -> dict[int, Asking]:
-        """Which replica, by its slot, is to be asked for which sessions: those in doubt, and the oldest.
+        """Which replica, by its slot, is to be asked for which sessions: those in doubt, or ``oldest`` too.
 
         A session with a step under way is none of them. That one is gone needs no answer.
-
-        Args:
-            live: The replicas that can be asked.
-            oldest: Whether to ask for more than those in doubt.
         """
         for key in [key for key in self._doubted if not _is_live(self._homes[key], live)]:
             del self._doubted[key]
@@ -195,23 +186,18 @@ class Homes:
         return found
 
     def heard(self, asked: Asking, found: Iterable[bool], lost: Iterable[bool]) -> None:
-        """What a replica answered: nothing is taken from it of a session that had a step meanwhile.
+        """Whether a replica has each session that it was asked for, or knows it as lost.
 
-        Args:
-            asked: What it was asked for.
-            found: Whether it has each,
-            lost: or knows it as lost.
+        Of one that had a step meanwhile nothing is taken from that.
         """
         for (key, last), there, gone in zip(asked.items(), found, lost, strict=True):
             home = self._homes.get(key)
             if home is None or home.last != last:
                 continue
             self._doubted.pop(key, None)
-            if there:
-                self._hold(home, held=True)
-                self._homes.move_to_end(key)
-            elif gone and self._strict:  # the replica remembers that, and has the next step fail
-                self._hold(home, held=False)
+            # One that is lost has its next step fail, where that is asked for: its replica remembers it.
+            if there or (gone and self._strict):
+                home.held = there
                 self._homes.move_to_end(key)
             else:
                 self._remove(key)
@@ -229,28 +215,15 @@ class Homes:
         home.requests = {request for request in home.requests if self._under_way(request)}
         return bool(home.requests)
 
-    def _add(self, key: str, client: object, slot: int) -> _Home:
-        home = self._homes[key] = _Home(client, slot)
-        self._load[id(client)] += 1
-        return home
-
     def _step(self, key: str, home: _Home, request: str) -> None:
         self._homes.move_to_end(key)
         self._steps += 1
         home.last = self._steps
         home.requests = {other for other in home.requests if self._under_way(other)} | {request}
 
-    def _hold(self, home: _Home, *, held: bool) -> None:
-        self._load[id(home.client)] += held - home.held
-        home.held = held
-
     def _remove(self, key: str) -> None:
-        home = self._homes.pop(key, None)
+        self._homes.pop(key, None)
         self._doubted.pop(key, None)
-        if home is not None:
-            self._hold(home, held=False)
-            if not self._load[id(home.client)]:
-                del self._load[id(home.client)]
 
     def _lose(self, key: str, home: _Home) -> None:
         self._remove(key)
@@ -268,9 +241,7 @@ class Homes:
         )
 
     def check(self) -> None:
-        """Assert that loads and doubts are of the sessions that have a home. An expensive no-op."""
-        load = Counter(id(home.client) for home in self._homes.values() if home.held)
-        assert load == +self._load, f"loads {self._load} are said of {load}"
+        """Assert that doubts are of sessions that have a home, of which there are not too many."""
         assert self._doubted.keys() <= self._homes.keys(), "a session without a home is doubted"
         assert len(self._homes) <= self.most, f"{len(self._homes)} sessions have a home"
 

@@ -6,22 +6,19 @@ replica stands still for good. Then it waits up to ten seconds for the rest of t
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+from vllm_omni_session_state.omni.hooks import patching
 
 LOOK_EVERY_MS = 100
 """Between two looks whether the process still lives, while it is not connected."""
 
 
 class _Careful:
-    """Stands where a client's socket does; what is sent to a process that is gone is dropped.
-
-    Args:
-        socket: vLLM-Omni's.
-        process: At its other end.
-    """
+    """Stands where a client's socket does; what is sent to a process that is gone is dropped."""
 
     def __init__(self, socket: Any, process: Any) -> None:
         import zmq  # noqa: PLC0415 - vLLM-Omni brings it
@@ -42,11 +39,7 @@ class _Careful:
 
 
 def make_careful(client: Any) -> None:
-    """Have the farewell to a local replica of vLLM-Omni hold up nobody.
-
-    Args:
-        client: vLLM-Omni's; one without a process or a socket of its own is left as it is.
-    """
+    """Have the farewell to a local replica hold up nobody; one without a process of its own is left alone."""
     socket, manager = getattr(client, "_request_socket", None), getattr(client, "_proc_manager", None)
     process = getattr(manager, "proc", None)
     if socket is None or process is None or isinstance(socket, _Careful):
@@ -57,13 +50,11 @@ def make_careful(client: Any) -> None:
 
 def _wait_apart(client: weakref.ref[Any], manager: Any) -> None:
     """Have a dead replica's process be waited for in a thread of its own; any other is as ever."""
-    original = manager.shutdown
 
-    @functools.wraps(original)
-    def shutdown(*args: Any, **kwargs: Any) -> None:
+    def shutdown(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if getattr(client(), "_engine_dead", False):
             threading.Thread(target=original, args=args, kwargs=kwargs, name="session-state-farewell").start()
         else:
             original(*args, **kwargs)
 
-    manager.shutdown = shutdown
+    patching.wrap(manager, "shutdown", shutdown)

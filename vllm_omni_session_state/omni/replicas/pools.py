@@ -7,48 +7,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.hooks.import_hook import when_imported
-from vllm_omni_session_state.omni.replicas.affinity import Affinity, say_split
+from vllm_omni_session_state.base.log import tried
+from vllm_omni_session_state.omni.hooks import patching, seams
+from vllm_omni_session_state.omni.replicas.affinity import Affinity, sessions_split
 from vllm_omni_session_state.omni.replicas.peers import make_careful
-from vllm_omni_session_state.omni.replicas.stages import keeps_sessions, stages_with_sessions
+from vllm_omni_session_state.omni.replicas.stages import keeps_sessions, settings_of
 
 _RUNTIME, _POOL = seams.POOL_SEAMS
 _AFFINITY = "_session_state_affinity"
 """Attribute of a pool of vLLM-Omni: the affinity of its sessions."""
 
 
-def install() -> None:
-    """Wait for this process to bring replicas together, if it does. Idempotent."""
-    when_imported(seams.RUNTIME_MODULE, wrap)
-
-
 def wrap(module: ModuleType) -> None:
     """Wrap the method that brings replicas together, once; one that looks otherwise is left alone."""
+    tried(lambda: _wrap(module), sessions_split("any stage"))
+
+
+def _wrap(module: ModuleType) -> None:
     runtime = getattr(module, _RUNTIME.rpartition(".")[2], None)
-    (seam,) = seams.POOL_SEAMS[_RUNTIME]
-    original: Callable[..., Any] = getattr(runtime, seam.name, None)  # type: ignore[assignment]
-    if hasattr(original, seams.MARK):
-        return
-    try:
-        seams.check(runtime or module, (seam,))
-    except SessionStateError as error:
-        say_split("any stage", error)
-        return
+    seams.check(runtime or module, seams.POOL_SEAMS[_RUNTIME])
+    patching.wrap(runtime, "_assemble_stage_pools", _assemble_stage_pools)
 
-    @functools.wraps(original)
-    def _assemble_stage_pools(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pools = original(self, *args, **kwargs)
-        for pool in pools:
-            _follow(pool, self)
-        return pools
 
-    setattr(_assemble_stage_pools, seams.MARK, True)
-    setattr(runtime, seam.name, _assemble_stage_pools)
+def _assemble_stage_pools(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    pools = original(self, *args, **kwargs)
+    for pool in pools:
+        stage = f"stage {getattr(pool, 'stage_id', '?')}"
+        tried(functools.partial(_follow, pool, self), sessions_split(stage))
+    return pools
 
 
 def affinity_of(pool: Any) -> Affinity | None:
@@ -58,19 +47,16 @@ def affinity_of(pool: Any) -> Affinity | None:
 
 
 def _follow(pool: Any, runtime: Any) -> None:
-    """Hook one pool if its stage has the flag on. Never raises."""
-    try:
-        stage = runtime._stage_configs[pool.stage_id]
-        settings = next(iter(stages_with_sessions(SimpleNamespace(stage_configs=[stage])).values()), None)
-        if settings is None:
-            return
-        seams.check(type(pool), seams.POOL_SEAMS[_POOL])
-        seams.check_fields(pool, seams.POOL_FIELDS)
-        affinity = Affinity(pool, strict=settings.on_lost == "error")
-        if keeps_sessions(stage):
-            affinity.follow()
-        for client in pool.clients:
-            make_careful(client)
-        setattr(pool, _AFFINITY, affinity)
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        say_split(f"stage {getattr(pool, 'stage_id', '?')}", error)
+    """Hook one pool if its stage has the flag on."""
+    stage = runtime._stage_configs[pool.stage_id]
+    settings = settings_of(stage)
+    if settings is None:
+        return
+    seams.check(type(pool), seams.POOL_SEAMS[_POOL])
+    seams.check_fields(pool, seams.POOL_FIELDS)
+    affinity = Affinity(pool, strict=settings.on_lost == "error")
+    if keeps_sessions(stage):
+        patching.wrap(pool, "submit_initial", affinity.submit)
+    for client in pool.clients:
+        make_careful(client)
+    setattr(pool, _AFFINITY, affinity)

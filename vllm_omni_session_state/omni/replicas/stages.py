@@ -12,27 +12,28 @@ _AR_RUNNER = "vllm_omni.experimental.ar_diffusion.runner.ARDiffusionModelRunner"
 
 def stages_with_sessions(engine_client: Any) -> dict[int, settings.Settings]:
     """The settings of every stage that has the flag on, by stage id."""
-    found = {}
-    for number, stage in enumerate(getattr(engine_client, "stage_configs", None) or ()):
-        kind = getattr(stage, "stage_type", None)
-        if getattr(kind, "value", kind) != "diffusion":
-            continue
-        held = _held(stage)
-        flag, options = getattr(held, settings.FLAG, None), settings.options_of(held)
-        # What is wrong with a setting is said by the worker, which reads the same.
-        resolved, _ = settings.resolve(flag, os.environ, options=options)
-        if resolved.enabled:
-            found[int(getattr(stage, "stage_id", number))] = resolved
-    return found
+    stages = enumerate(getattr(engine_client, "stage_configs", None) or ())
+    found = {int(getattr(stage, "stage_id", number)): settings_of(stage) for number, stage in stages}
+    return {number: resolved for number, resolved in found.items() if resolved is not None}
+
+
+def settings_of(stage: Any) -> settings.Settings | None:
+    """The settings of one of vLLM-Omni's stage configurations; ``None`` where the flag is not on."""
+    kind = getattr(stage, "stage_type", None)
+    if getattr(kind, "value", kind) != "diffusion":
+        return None
+    held = _held(stage)
+    # What is wrong with a setting is said by the worker, which reads the same.
+    resolved, _ = settings.resolve(
+        getattr(held, settings.FLAG, None), os.environ, options=settings.options_of(held)
+    )
+    return resolved if resolved.enabled else None
 
 
 def keeps_sessions(stage: Any) -> bool:
     """Whether sessions of a stage outlive their requests: those of the AR-Diffusion runner's request mode.
 
     In its stepwise mode, and with any other runner, a session is one request.
-
-    Args:
-        stage: One of vLLM-Omni's stage configurations, of a diffusion stage.
     """
     held = _held(stage)
     if getattr(held, "step_execution", False) or getattr(held, "streaming_output", False):
@@ -43,15 +44,11 @@ def keeps_sessions(stage: Any) -> bool:
 
         engine = DiffusionEngine.resolve_engine_class(held)
         runner = getattr(engine, "default_diffusion_model_runner_cls", None)
-    return runner == _AR_RUNNER or _is_ar_runner(runner)
-
-
-def _is_ar_runner(runner: str | type | None) -> bool:
-    """Whether a runner that somebody put in place is one of these."""
-    if not runner:
-        return False
+    if not runner or runner == _AR_RUNNER:
+        return bool(runner)
     from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: PLC0415
 
+    # Somebody may have put one of these in place.
     found = resolve_obj_by_qualname(runner) if isinstance(runner, str) else runner
     return any(f"{base.__module__}.{base.__qualname__}" == _AR_RUNNER for base in found.__mro__)
 

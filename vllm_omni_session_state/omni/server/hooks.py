@@ -9,26 +9,21 @@ object touched. In a process that is no API server only the engine's replicas ar
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from vllm_omni_session_state.base import settings
 from vllm_omni_session_state.base.ids import DEFAULT, show_in_the_clear
-from vllm_omni_session_state.base.log import LOGGER, log_once, tried
+from vllm_omni_session_state.base.log import LOGGER, tried
 from vllm_omni_session_state.omni.admin import mount
-from vllm_omni_session_state.omni.hooks import seams
-from vllm_omni_session_state.omni.hooks.import_hook import when_imported
-from vllm_omni_session_state.omni.replicas import pools
+from vllm_omni_session_state.omni.hooks import patching, seams
 from vllm_omni_session_state.omni.replicas.stages import stages_with_sessions
 from vllm_omni_session_state.omni.server.live_sessions import LiveSessions
 from vllm_omni_session_state.omni.server.worker_client import WorkerClient
 
-_MARK = seams.MARK
 _ENDS = "_session_state_ends"
 """Attribute of a serving object of vLLM-Omni: the live sessions behind it."""
 
@@ -37,46 +32,32 @@ _POLICY = "vllm_omni.entrypoints.openpi.serving.ServingRealtimeRobotOpenPI"
 _ROLLOUT = "vllm_omni.entrypoints.openai.serving_rl_rollout.ServingRLRollout"
 
 
-def install() -> None:
-    """Wait for the engine's and the API server's start in this process, if there is one. Idempotent."""
-    pools.install()
-    when_imported(seams.SERVER_MODULE, wrap)
-
-
 def wrap(module: ModuleType) -> None:
     """Wrap the function that the server calls when its engine is there, once."""
+    tried(lambda: _wrap(module), _left_alone("API server"))
+
+
+def _wrap(module: ModuleType) -> None:
     name = seams.SERVER_FUNCTION.name
-    original = getattr(module, name, None)
-    if not callable(original):
-        why = f"expected a function {module.__name__}.{name}, found none"
-        log_once(logging.WARNING, ("no function", name), "%s: %s", _left_alone("API server"), why)
-        return
-    if hasattr(original, _MARK):
-        return
+    if not callable(getattr(module, name, None)):
+        raise TypeError(f"expected a function {module.__name__}.{name}, found none")
     mount.note_applications(module)
+    patching.wrap(module, name, _omni_init_app_state)
 
-    @functools.wraps(original)
-    async def omni_init_app_state(*args: Any, **kwargs: Any) -> Any:
-        result = await original(*args, **kwargs)
 
-        def connected() -> None:
-            call = inspect.signature(original).bind(*args, **kwargs)
-            connect(call.arguments["engine_client"], call.arguments["state"])
+async def _omni_init_app_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = await original(*args, **kwargs)
 
-        tried(connected, _left_alone("API server"))
-        return result
+    def connect_them() -> None:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        connect(call.arguments["engine_client"], call.arguments["state"])
 
-    setattr(omni_init_app_state, _MARK, True)
-    setattr(module, name, omni_init_app_state)
+    tried(connect_them, _left_alone("API server"))
+    return result
 
 
 def connect(engine_client: Any, state: Any) -> None:
-    """Have the ends of sessions reach the workers of every stage that has the flag on; else do nothing.
-
-    Args:
-        engine_client: vLLM-Omni's ``AsyncOmni``.
-        state: The application's state, filled by vLLM-Omni.
-    """
+    """Have the ends of sessions reach the workers of every stage that has the flag on; else do nothing."""
     stages = stages_with_sessions(engine_client)
     if not stages:
         return
@@ -93,22 +74,18 @@ def _connect_ends(
     workers: WorkerClient, state: Any, policy: Any, settings: settings.Settings, stages: list[int]
 ) -> None:
     ends = LiveSessions(
-        workers.close,
-        workers.holds,
+        workers,
         resume_s=settings.resume_s,
-        park=workers.park,
         idle_park_s=settings.idle_park_s if settings.has_tier else 0.0,
-        expire=workers.expire,
         expire_s=settings.expire_s if settings.has_tier else 0.0,
-        mark=workers.mark_stale,
         idle_drop_s=settings.idle_drop_s,
-        begin=workers.begin_restore if settings.has_disk else None,
+        early=settings.has_disk,
     )
 
     def robots() -> None:
         _checked(_POLICY, policy)
         setattr(policy, _ENDS, (ends, settings))
-        _hook_connection(_checked(_ROBOT))
+        patching.wrap(_checked(_ROBOT), "handle_connection", _handle_connection)
 
     def rollouts() -> None:
         rollout = getattr(state, "rl_rollout_serving", None)
@@ -122,17 +99,11 @@ def _connect_ends(
     if hooked:
         LOGGER.info("ends of sessions reach the workers of stages %s", stages)
         if settings.idle_drop_s:
-            ends.tell_the_time(workers.tell_the_time)
+            ends.tell_the_time()
 
 
 class RobotSessionProxy:
-    """Stands between one robot's connection and vLLM-Omni's serving object, whose three names it offers.
-
-    Args:
-        connection: vLLM-Omni's ``RobotRealtimeConnection``.
-        ends: The live sessions.
-        settings: The settings in force.
-    """
+    """Stands between one robot's connection and vLLM-Omni's serving object, whose three names it offers."""
 
     def __init__(self, connection: Any, ends: LiveSessions, settings: settings.Settings) -> None:
         self._connection = connection
@@ -140,7 +111,7 @@ class RobotSessionProxy:
         self._ends = ends
         self._switch_ends = settings.switch_ends
         self._current: str | None = None
-        self._mine: dict[str, None] = {}
+        self._mine: dict[str, None] = {}  # its sessions, in the order of their first steps
         self._fresh = False
 
     def __getattr__(self, name: str) -> Any:
@@ -155,10 +126,15 @@ class RobotSessionProxy:
 
     async def infer(self, obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
         """Take one step; ``reset`` comes as vLLM-Omni has it, and goes on as false where one resumes."""
-        if self._switch_ends and self._current not in (None, session_id):
-            self._forget([self._current])
-        self._current = session_id
-        self._forget_what_the_host_forgot()
+        # What vLLM-Omni does not remember as this connection's ends: its next step starts anew.
+        seen = getattr(self._connection, "_seen_sessions", self._mine)
+        over = [key for key in self._mine if key not in seen]
+        current, self._current = self._current, session_id
+        if self._switch_ends and current is not None and current not in (session_id, *over):
+            over.append(current)
+        for key in over:
+            self._mine.pop(key, None)
+            self._ends.leave(self, only=key)
         # An id goes without saying for the rest of a connection; to resume a session it must be said.
         named = bool(obs.get("session_id")) and session_id != DEFAULT
         if reset and named and not self._fresh and await self._ends.resume(session_id, self):
@@ -171,49 +147,26 @@ class RobotSessionProxy:
         """The connection is over."""
         self._ends.leave(self, keep=True)
 
-    def _forget_what_the_host_forgot(self) -> None:
-        """End sessions that vLLM-Omni does not remember as this connection's: their next step starts anew."""
-        seen = getattr(self._connection, "_seen_sessions", None)
-        if seen is not None:
-            self._forget([key for key in self._mine if key not in seen])
 
-    def _forget(self, keys: Iterable[str | None]) -> None:
-        for key in keys:
-            if key is not None:
-                self._mine.pop(key, None)
-                self._ends.leave(self, only=key)
-
-
-def _hook_connection(connection: type) -> None:
-    original: Callable[[Any], Any] = connection.handle_connection  # type: ignore[attr-defined]
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    async def handle_connection(self: Any) -> Any:
-        behind = getattr(self.serving, _ENDS, None)
-        if behind is None:
-            return await original(self)
-        door = self.serving = RobotSessionProxy(self, *behind)
-        try:
-            return await original(self)
-        finally:
-            door.leave()
-
-    setattr(handle_connection, _MARK, True)
-    connection.handle_connection = handle_connection  # type: ignore[attr-defined]
+async def _handle_connection(original: Callable[..., Any], self: Any) -> Any:
+    behind = getattr(self.serving, _ENDS, None)
+    if behind is None:
+        return await original(self)
+    proxy = self.serving = RobotSessionProxy(self, *behind)
+    try:
+        return await original(self)
+    finally:
+        proxy.leave()
 
 
 def _hook_rollout(rollout: Any, policy: Any, ends: LiveSessions) -> None:
     """vLLM-Omni calls ``drop_session`` at every close and reset; it looks for the model in this process."""
-    original = rollout._infer_world_model
 
-    @functools.wraps(original)
-    async def infer(obs: dict[str, Any], *, session_id: str, reset: bool) -> Any:
+    async def infer(original: Callable[..., Any], obs: Any, *, session_id: str, reset: bool) -> Any:
         async with ends.step(session_id, rollout):
             return await original(obs, session_id=session_id, reset=reset)
 
-    rollout._infer_world_model = infer
+    patching.wrap(rollout, "_infer_world_model", infer)
     policy.drop_session = ends.end
 
 

@@ -8,69 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SessionStateError, error_text
 from vllm_omni_session_state.base.log import LOGGER
 from vllm_omni_session_state.omni.hooks import seams
 from vllm_omni_session_state.omni.replicas.calls import Asked, Callee, Replicas
-from vllm_omni_session_state.omni.server.live_sessions import WorkersStoppedError
 
 _ENDS = ("session_state_close", "session_state_reset")
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What replicas said of one session in a call about several.
-
-    Attributes:
-        replicas: One list a replica that answered, with what each of its ranks said of this session.
-        failures: What went wrong with it, and what went wrong with the whole call somewhere.
-        refused: Whether all of these are refusals.
-    """
-
-    replicas: list[list[Mapping[str, Any]]]
-    failures: list[str]
-    refused: bool
-
-    def also(self, other: _Said) -> _Said:
-        """What these replicas said and others, too."""
-        refused = self.refused and other.refused
-        return _Said([*self.replicas, *other.replicas], [*self.failures, *other.failures], refused)
-
-    def done(self) -> _Said:
-        """The same, where nothing went wrong.
-
-        Raises:
-            SessionStateError: If it was refused.
-            RuntimeError: If it failed in another way.
-        """
-        if self.failures:
-            raise (SessionStateError if self.refused else RuntimeError)("; ".join(self.failures))
-        return self
+Ranks = list[Mapping[str, Any]]
 
 
-class _Batch:
-    """Ids that go in one call, and what came of it."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        self.sent: asyncio.Task[Asked] | None = None
+class WorkersStoppedError(Exception):
+    """The server stops, and its workers with all their sessions: nothing can be asked of them, or need be."""
 
 
 class WorkerClient:
-    """The workers of some stages, with all their replicas and ranks.
-
-    Args:
-        engine_client: vLLM-Omni's ``AsyncOmni``.
-        stage_ids: The stages.
-    """
+    """The workers of some stages of vLLM-Omni's ``AsyncOmni``, with all their replicas and ranks."""
 
     def __init__(self, engine_client: Any, stage_ids: list[int]) -> None:
         self._engine_client = engine_client
         self._replicas = Replicas(engine_client, stage_ids)
-        self._open: dict[tuple[str, Callee], _Batch] = {}
+        self._open: dict[tuple[str, Callee], tuple[list[str], asyncio.Task[Asked]]] = {}
         self._unsupported = False
 
     def lost(self) -> dict[int, int]:
@@ -96,71 +57,87 @@ class WorkerClient:
             RuntimeError: If a replica or a rank did not do it; the others have.
             WorkersStoppedError: If the server stops, and its workers with it.
         """
-        (await self._together("session_state_close", key)).done()
+        await self._done("session_state_close", key)
         self._replicas.forget(key)
 
     async def park(self, key: str) -> None:
         """Park a session wherever nobody uses it. Raises as ``close()`` does."""
-        (await self._together("session_state_park", key)).done()
+        await self._done("session_state_park", key)
 
     async def begin_restore(self, key: str) -> None:
         """Begin to bring a session back that is parked on the disk. Raises as ``close()`` does."""
-        (await self._together("session_state_begin_restore", key)).done()
+        await self._done("session_state_begin_restore", key)
 
     async def expire(self, key: str) -> bool:
         """End a session that is parked; whether it is gone everywhere. Raises as ``close()`` does."""
-        said = (await self._together("session_state_expire", key)).done()
-        return all(rank["gone"] for ranks in said.replicas for rank in ranks)
+        replicas = await self._done("session_state_expire", key)
+        return all(rank["gone"] for ranks in replicas for rank in ranks)
 
     async def mark_stale(self, key: str) -> None:
         """Mark a session stale wherever nobody uses it. Raises as ``close()`` does."""
-        (await self._together("session_state_mark_stale", key)).done()
+        await self._done("session_state_mark_stale", key)
 
     async def tell_the_time(self) -> None:
-        """Say that sessions are going to be marked stale.
-
-        Raises:
-            RuntimeError: If a replica did not hear it; the others have.
-        """
+        """Say that sessions are going to be marked stale; an error if a replica did not hear it."""
         asked = await self.ask("session_state_mark_stale")
         if asked.failures and not self._unsupported:
             raise RuntimeError("; ".join(asked.failures))
 
     async def holds(self, key: str) -> bool:
         """Whether some replica has the session on all its ranks. Raises as ``close()`` does, if none has."""
-        said = await self._together("session_state_holds", key)
-        if any(all(rank.get("found") for rank in ranks) for ranks in said.replicas):
+        replicas, error = await self._together("session_state_holds", key)
+        if any(all(rank.get("found") for rank in ranks) for ranks in replicas):
             return True
-        said.done()
+        if error is not None:
+            raise error
         return False
 
-    async def _together(self, method: str, key: str) -> _Said:
-        """Have calls about a session made, with those about others that come meanwhile."""
+    async def _done(self, method: str, key: str) -> list[Ranks]:
+        replicas, error = await self._together(method, key)
+        if error is not None:
+            raise error
+        return replicas
+
+    async def _together(self, method: str, key: str) -> tuple[list[Ranks], Exception | None]:
+        """Have a call about a session made, with those about others that come meanwhile.
+
+        Returns:
+            What the ranks of each replica that answered say of this session; and what went wrong with it, or
+            with the whole call somewhere.
+        """
         joined = [self._join(method, callee, key) for callee in self._replicas.of(key)]
         done = await asyncio.gather(*(asyncio.shield(sent) for _, sent in joined), return_exceptions=True)
-        all_said = _Said([], [], refused=True)
+        replicas: list[Ranks] = []
+        failures, refused = [], True
         for (at, _), asked in zip(joined, done, strict=True):
-            if isinstance(asked, WorkersStoppedError) or (
-                isinstance(asked, BaseException) and len(done) == 1
-            ):
-                raise asked
             if isinstance(asked, BaseException):
-                all_said = all_said.also(_Said([], [error_text(asked)], refused=False))
-            else:
-                all_said = all_said.also(_said_of(at, asked))
-        return all_said
+                if isinstance(asked, WorkersStoppedError) or len(done) == 1:
+                    raise asked
+                asked = Asked(failures=[error_text(asked)])  # noqa: PLW2901
+            for answer in asked.answers.values():
+                ranks = [_of_one(rank, at) for rank in answer["ranks"]]
+                replicas.append(ranks)
+                for rank in ranks:
+                    wrong = rank.get("errors", None if rank["ok"] else rank)
+                    if wrong is not None:
+                        failures.append(f"rank {rank['rank']}: {wrong['error']}")
+                        refused = refused and wrong.get("refused", False)
+            failures += asked.failures
+            refused = refused and not asked.failures
+        kind = SessionStateError if refused else RuntimeError
+        return replicas, kind("; ".join(failures)) if failures else None
 
     def _join(self, method: str, callee: Callee, key: str) -> tuple[int, asyncio.Task[Asked]]:
         """Put a session into the next call to a replica: its place there, and the call."""
-        batch = self._open.get((method, callee))
-        if batch is None:
-            batch = self._open[method, callee] = _Batch()
-            batch.sent = asyncio.get_running_loop().create_task(self._send(method, callee, batch))
-        batch.keys.append(key)
-        assert batch.sent is not None, "a batch is made with its task"
-        return len(batch.keys) - 1, batch.sent
+        if (method, callee) not in self._open:
+            keys: list[str] = []
+            task = asyncio.get_running_loop().create_task(self._send(method, callee, keys))
+            self._open[method, callee] = keys, task
+        keys, task = self._open[method, callee]
+        keys.append(key)
+        return len(keys) - 1, task
 
-    async def _send(self, method: str, callee: Callee, batch: _Batch) -> Asked:
+    async def _send(self, method: str, callee: Callee, keys: list[str]) -> Asked:
         async with callee.turn:
             del self._open[method, callee]
             if self._unsupported:
@@ -168,7 +145,7 @@ class WorkerClient:
             if self._stopped:  # a replica that is being shut down would log each call as a failure
                 raise WorkersStoppedError
             try:
-                asked = await callee.call(method, tuple(batch.keys), {"only_id": True})
+                asked = await callee.call(method, tuple(keys), {"only_id": True})
             except Exception as error:  # noqa: BLE001 - it goes on
                 raise (WorkersStoppedError() if self._stopped else error) from None
             if asked.failures and self._stopped:
@@ -224,20 +201,6 @@ class WorkerClient:
             LOGGER.warning("no worker manages session state: ends of sessions are not sent any more")
 
 
-def _said_of(at: int, asked: Asked) -> _Said:
-    """What was said of one of the sessions of a call, by its place there."""
-    replicas: list[list[Mapping[str, Any]]] = []
-    failures, refused = [], not asked.failures
-    for answer in asked.answers.values():
-        # What is no list is said of all of them.
-        ranks: list[Mapping[str, Any]] = [
-            {what: said[at] if isinstance(said, list) else said for what, said in rank.items()}
-            for rank in answer["ranks"]
-        ]
-        replicas.append(ranks)
-        for rank in ranks:
-            wrong = rank.get("errors", None if rank["ok"] else rank)
-            if wrong is not None:
-                failures.append(f"rank {rank['rank']}: {wrong['error']}")
-                refused = refused and wrong.get("refused", False)
-    return _Said(replicas, [*failures, *asked.failures], refused)
+def _of_one(rank: Mapping[str, Any], at: int) -> Mapping[str, Any]:
+    """What a rank says of one session of a call, by its place there; what is no list is said of all."""
+    return {what: said[at] if isinstance(said, list) else said for what, said in rank.items()}

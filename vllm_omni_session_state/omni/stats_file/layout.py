@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from vllm_omni_session_state.base.ids import redacted_id
 from vllm_omni_session_state.manager.rows import Row, in_order
@@ -58,27 +59,18 @@ class UnreadableError(Exception):
     """What stands in a file is no whole state of it: it is being written, or was damaged."""
 
 
-class Space(Protocol):
-    """Where a file's bytes are."""
-
-    def __setitem__(self, place: slice, data: bytes) -> None:
-        """Put bytes there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A whole state of a file.
 
     Attributes:
-        number: Of the writing.
-        written: When it was, by the machine's clock, in seconds.
+        written: When, by the machine's clock, in seconds.
         figures: As ``session_state_figures`` has them of one rank, without the rows.
         rows: Of the sessions, in the order of a listing; ``None`` if they were not asked for.
         steps: By the number of a step a digest of that in which all ranks must agree after it.
         stopped: Whether it is written no more, although its worker lives.
     """
 
-    number: int
     written: float
     figures: dict[str, Any]
     rows: list[Row] | None
@@ -93,15 +85,14 @@ class StatsWriter:
         grow: Gives the file's bytes, at least so many; what was written stays.
     """
 
-    def __init__(self, grow: Callable[[int], Space]) -> None:
+    def __init__(self, grow: Callable[[int], mmap.mmap]) -> None:
         self._grow = grow
         self._capacity = FIRST_ROWS
         self._space = grow(ROWS_AT + ROW * FIRST_ROWS)
-        self._slots: dict[str, int] = {}
+        # By session its slot, its CRC-32, and a digest of that in which ranks must agree.
+        self._rows: dict[str, tuple[int | None, int, int]] = {}
         self._free: list[int] = []
         self._used = 0
-        self._sums: list[int] = []  # of each slot the CRC-32
-        self._marks: dict[str, int] = {}  # of each session a digest of that in which ranks must agree
         self._moves: dict[str, str] = {}
         self._total = self._mark = self._number = self._step = 0
         self._sections = {_FIGURES_AT: (0, 0), _MOVES_AT: (0, 0)}
@@ -111,7 +102,7 @@ class StatsWriter:
     @property
     def unlisted(self) -> int:
         """Sessions for which there is no row."""
-        return len(self._marks) - len(self._slots)
+        return len(self._rows) - (self._used - len(self._free))
 
     def write(
         self,
@@ -121,14 +112,13 @@ class StatsWriter:
         *,
         agreed: object = None,
     ) -> None:
-        """Write what is different.
+        """Write all figures, and of rows and moves those that changed.
 
         Args:
             figures: All of them.
-            rows: Those that changed, by key; ``None`` for a session that is gone.
-            moves: Of those of which there were some, by name.
-            agreed: After a step, that in which all ranks must agree beside the rows, as plain data; else
-                ``None``.
+            rows: By key; ``None`` for a session that is gone.
+            moves: By name.
+            agreed: After a step that in which all ranks must agree beside the rows, as plain data.
 
         Raises:
             OSError: If the file cannot grow.
@@ -168,27 +158,25 @@ class StatsWriter:
         self._sections[at] = len(data), zlib.crc32(data)
 
     def _put_row(self, key: str, row: Row | None) -> None:
-        self._mark = (self._mark - self._marks.pop(key, 0)) & _SUM
+        slot, old_crc, old_mark = self._rows.get(key, (None, 0, 0))
+        crc = mark = 0
+        data = _ROW.pack(0, 0, b"")
         if row is not None:
-            self._marks[key] = mark = _digest(f"{row.digest} {row.place} {row.turn}")
-            self._mark = (self._mark + mark) & _SUM
-        slot = self._slots.get(key)
-        if slot is None:
-            if row is None or (slot := self._new_slot()) is None:
-                return
-            self._slots[key] = slot
-        if row is None:
-            del self._slots[key]
+            mark = _digest(f"{row.digest} {row.place} {row.turn}")
+            if slot is None:
+                slot = self._new_slot()
+            if slot is not None:
+                data = _row_bytes(row, key)
+                crc = zlib.crc32(data)
+                data = _CRC.pack(crc) + data
+            self._rows[key] = slot, crc, mark
+        elif self._rows.pop(key, None) is not None and slot is not None:
             self._free.append(slot)
-            data, crc = _ROW.pack(0, 0, b""), 0
-        else:
-            data = _row_bytes(row, key)
-            crc = zlib.crc32(data)
-            data = _CRC.pack(crc) + data
-        at = ROWS_AT + ROW * slot
-        self._space[at : at + len(data)] = data
-        self._total = (self._total + crc - self._sums[slot]) & _SUM
-        self._sums[slot] = crc
+        self._mark = (self._mark + mark - old_mark) & _SUM
+        if slot is not None:
+            at = ROWS_AT + ROW * slot
+            self._space[at : at + len(data)] = data
+            self._total = (self._total + crc - old_crc) & _SUM
 
     def _new_slot(self) -> int | None:
         if self._free:
@@ -198,7 +186,6 @@ class StatsWriter:
         if self._used == self._capacity:
             self._space = self._grow(ROWS_AT + ROW * 2 * self._capacity)
             self._capacity *= 2
-        self._sums.append(0)
         self._used += 1
         return self._used - 1
 
@@ -236,7 +223,7 @@ def read_snapshot(read: Callable[[int, int], bytes], *, rows: bool) -> Snapshot:
     header, crc = head[: _HEADER_NBYTES - _CRC.size], head[_HEADER_NBYTES - _CRC.size : _HEADER_NBYTES]
     if crc != _CRC.pack(zlib.crc32(header)) or not header.startswith(MAGIC):
         _refuse("header")
-    _, number, written, total, *rest = _HEADER.unpack_from(header)
+    _, _, written, total, *rest = _HEADER.unpack_from(header)
     figures_nbytes, figures_crc, moves_nbytes, moves_crc, capacity, used, stopped, *steps = rest
     if not used <= capacity <= MOST_ROWS:
         _refuse("number of rows")
@@ -244,7 +231,7 @@ def read_snapshot(read: Callable[[int, int], bytes], *, rows: bool) -> Snapshot:
     moves = _object(head[_MOVES_AT:], moves_nbytes, moves_crc, "moves")
     found = _rows(read(ROW * used, ROWS_AT), used, total) if rows else None
     known = {steps[at]: steps[at + 1] for at in range(0, 2 * _STEPS, 2) if steps[at]}
-    return Snapshot(number, written, {**figures, "moves": moves}, found, known, bool(stopped))
+    return Snapshot(written, {**figures, "moves": moves}, found, known, bool(stopped))
 
 
 def _refuse(what: str) -> NoReturn:

@@ -28,22 +28,13 @@ def attach(pipeline: object, od_config: object) -> None:
 
     Whatever goes wrong is said in one WARNING per pipeline class, and the pipeline is left as it was
     loaded. It never raises.
-
-    Args:
-        pipeline: What ``load_model`` returned.
-        od_config: vLLM-Omni's configuration that it was loaded from.
     """
     try:
         _attach(pipeline, od_config)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
+        what = "%s keeps its own session state: %s. It serves as without the plugin"
         name = type(pipeline).__qualname__
-        log_once(
-            logging.WARNING,
-            ("attach", name),
-            "%s keeps its own session state: %s. It serves as without the plugin",
-            name,
-            error_text(error),
-        )
+        log_once(logging.WARNING, ("attach", name), what, name, error_text(error))
 
 
 def _attach(pipeline: object, od_config: object) -> None:

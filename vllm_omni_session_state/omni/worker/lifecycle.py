@@ -6,16 +6,15 @@ is parked, engine KV with the rest, comes back at the session's next lease, whic
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_session_state.base.errors import CannotParkError, without_frames
+from vllm_omni_session_state.base.errors import CannotParkError, error_text, without_frames
 from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching, seams
 
 WAIT_S = 10.0
 """Seconds for which all sessions that are on their way are waited for: whoever moves one may be gone."""
@@ -26,12 +25,8 @@ ManagerOf = Callable[[Any], SessionStateManager | None]
 def hook_sleep(worker: type, manager_of: ManagerOf) -> None:
     """Have every session leave the device before vLLM-Omni's worker sleeps; idempotent.
 
-    Args:
-        worker: vLLM-Omni's worker class.
-        manager_of: The manager of a worker's model, if it has one.
-
     Raises:
-        SeamMismatchError: If it does not look as expected; nothing has changed.
+        SeamMismatchError: If the worker's class does not look as expected; nothing has changed.
     """
     _before(worker, seams.SLEEP_SEAM, leave_device, manager_of)
 
@@ -44,21 +39,14 @@ def hook_shutdown(worker: type, manager_of: ManagerOf) -> None:
 def _before(
     worker: type, seam: seams.Seam, act: Callable[[SessionStateManager], None], manager_of: ManagerOf
 ) -> None:
-    original = getattr(worker, seam.name, None)
-    if hasattr(original, seams.MARK):
-        return
-    seams.check(worker, (seam,))
-    assert original is not None, "as just checked"
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         manager = manager_of(self)
         if manager is not None:
             act(manager)
         return original(self, *args, **kwargs)
 
-    setattr(method, seams.MARK, True)
-    setattr(worker, seam.name, method)
+    seams.check(worker, (seam,))
+    patching.wrap(worker, seam.name, method)
 
 
 def leave_device(manager: SessionStateManager) -> None:
@@ -96,7 +84,7 @@ def leave_process(manager: SessionStateManager) -> None:
         if disk.keep:
             _keep_all(manager)
     except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        LOGGER.warning("what is parked on the disk stays there: %s: %s", type(error).__name__, error)
+        LOGGER.warning("what is parked on the disk stays there: %s", error_text(error))
     except BaseException as stop:
         kept, name = manager.stats()["disk_sessions"], type(stop).__name__
         LOGGER.warning("%s while sessions are written: %d of %d are kept", name, kept, len(manager))

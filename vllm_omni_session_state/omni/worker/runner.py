@@ -13,18 +13,17 @@ vLLM-Omni's.
 from __future__ import annotations
 
 import functools
-import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SeamMismatchError
-from vllm_omni_session_state.base.log import log_once
+from vllm_omni_session_state.base.log import tried
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.omni.hooks import seams
+from vllm_omni_session_state.omni.hooks import patching, seams
 from vllm_omni_session_state.omni.worker import agreement, engine_kv
 from vllm_omni_session_state.state.session import SessionState
 
-_MARK = seams.MARK
 _LOST = {"lru_eviction": Reason.KV_EVICTION, "forward_exception": Reason.FORWARD_EXCEPTION}
 
 
@@ -39,77 +38,56 @@ def hook_runner() -> bool:
     """
     from vllm_omni.experimental.ar_diffusion.runner import ARDiffusionModelRunner  # noqa: PLC0415
 
-    if hasattr(ARDiffusionModelRunner._get_or_create_session, _MARK):
-        return hasattr(ARDiffusionModelRunner._preallocate_kv_cache, _MARK)
     seams.check(ARDiffusionModelRunner, seams.RUNNER_SEAMS)
-    _wrap(ARDiffusionModelRunner)
+    patching.wrap(ARDiffusionModelRunner, "_get_or_create_session", _get_or_create_session)
+    patching.wrap(ARDiffusionModelRunner, "_release_session", _release_session)
     try:
         seams.check(ARDiffusionModelRunner, seams.SIZING_SEAMS)
     except SeamMismatchError as error:
         agreement.say_host_sizes(error)
         return False
-    _wrap_sizing(ARDiffusionModelRunner)
+    patching.wrap(ARDiffusionModelRunner, "_preallocate_kv_cache", _preallocate_kv_cache)
     return True
 
 
-def _wrap(runner: Any) -> None:
-    find, release = runner._get_or_create_session, runner._release_session
-
-    @functools.wraps(find)
-    def _get_or_create_session(self: Any, session_id: str) -> Any:
-        manager = _manager_of(self)
-        if manager is None:
-            return find(self, session_id)
-        if manager.capacity.pool is None:
-            agreement.take_pool(self, manager)
-        manager.prepare(session_id)
-        session = manager.peek(session_id)
-        if session is not None and session.empty and session_id in self._sessions:
-            # A new session, and the engine has KV of one that was lost under its id.
-            self._sessions.pop(session_id).close()
-        state = find(self, session_id)
-        _join(self, session, state)
-        return state
-
-    @functools.wraps(release)
-    def _release_session(self: Any, session_id: str, *, reason: str, **how: Any) -> None:
-        manager = _manager_of(self)
-        lost = _LOST.get(reason) if manager is not None and session_id in manager else None
-        try:
-            release(self, session_id, reason=reason, **how)
-        finally:
-            if manager is not None and lost is not None:
-                manager.mark_lost(session_id, lost)
-
-    setattr(_get_or_create_session, _MARK, True)
-    runner._get_or_create_session = _get_or_create_session
-    runner._release_session = _release_session
+def _get_or_create_session(original: Callable[..., Any], self: Any, session_id: str) -> Any:
+    manager = _manager_of(self)
+    if manager is None:
+        return original(self, session_id)
+    if manager.capacity.pool is None:
+        agreement.take_pool(self, manager)
+    manager.prepare(session_id)
+    session = manager.peek(session_id)
+    if session is not None and session.empty and session_id in self._sessions:
+        # A new session, and the engine has KV of one that was lost under its id.
+        self._sessions.pop(session_id).close()
+    state = original(self, session_id)
+    # An engine that looks otherwise keeps its KV to itself.
+    tried(lambda: _join(self, session, state), "engine KV is neither counted nor parked")
+    return state
 
 
-def _wrap_sizing(runner: Any) -> None:
-    original = runner._preallocate_kv_cache
+def _release_session(
+    original: Callable[..., Any], self: Any, session_id: str, *, reason: str, **how: Any
+) -> None:
+    manager = _manager_of(self)
+    lost = _LOST.get(reason) if manager is not None and session_id in manager else None
+    try:
+        original(self, session_id, reason=reason, **how)
+    finally:
+        if manager is not None and lost is not None:
+            manager.mark_lost(session_id, lost)
 
-    @functools.wraps(original)
-    def _preallocate_kv_cache(self: Any, *, available_bytes: int | None = None) -> None:
-        agreement.preallocate(self, functools.partial(original, self), available_bytes)
 
-    setattr(_preallocate_kv_cache, _MARK, True)
-    runner._preallocate_kv_cache = _preallocate_kv_cache
+def _preallocate_kv_cache(
+    original: Callable[..., Any], self: Any, *, available_bytes: int | None = None
+) -> None:
+    agreement.preallocate(self, functools.partial(original, self), available_bytes)
 
 
 def _join(runner: Any, session: SessionState | None, state: Any) -> None:
-    """Have the session hold its KV; an engine that looks otherwise keeps it to itself, said once."""
-    try:
-        if session is not None:
-            engine_kv.join(session, state, runner._sessions)
-    except Exception as error:  # noqa: BLE001 - a hook never breaks serving
-        log_once(
-            logging.WARNING,
-            ("engine KV",),
-            "engine KV is neither counted nor parked: %s: %s",
-            type(error).__name__,
-            error,
-        )
+    if session is not None:
+        engine_kv.join(session, state, runner._sessions)
 
 
 def _manager_of(runner: Any) -> SessionStateManager | None:
