@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import made
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from profiles import sized
 from safetensors.torch import save_file
 
 from vllm_omni_session_state.ab.compare.comparison import compare, numbers_of, output_file
 from vllm_omni_session_state.ab.compare.tensor_file import DamagedFileError, Kind, TensorFile
+from vllm_omni_session_state.ab.runs.outputs import tensors_of
 
 DTYPES = {
     "BOOL": "bool",
@@ -127,3 +131,13 @@ def test_only_what_both_have_answered_is_compared_and_a_missing_file_is_no_resul
     output_file(on, 1).write_bytes(output_file(off, 1).read_bytes()[:-1])
     with pytest.raises(DamagedFileError, match="000001"):
         compare(off, on, made.asks(2))
+
+
+def test_every_picture_of_an_output_is_a_tensor_of_its_own():
+    pictures = [Image.fromarray(np.full((2, 2), shade, np.uint8)) for shade in range(8)]
+    latents = np.zeros(2)
+    found = tensors_of(
+        SimpleNamespace(images=pictures, latents=latents, multimodal_output={"again": latents})
+    )
+    assert [int(found[f"images.{number}"][0, 0]) for number in range(8)] == list(range(8))
+    assert len(found) == 8 + 1, "what is handed out under two names is one"

@@ -91,11 +91,7 @@ class Options:
 
 
 def ab(options: Options, console: Console) -> int:
-    """Run it; returns the exit status.
-
-    Raises:
-        CouldNotRunError: It cannot be done as asked; nothing was started.
-    """
+    """Run it; returns the exit status, or raises `CouldNotRunError` before anything is started."""
     options.check()
     begun = datetime.now(timezone.utc)
     out = options.out or Path(f"session-state-ab-{begun:%Y%m%d-%H%M%S}")

@@ -40,20 +40,13 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An output, or a value of session state, that is not the same in both runs.
-
-    Attributes:
-        ask: After which it came.
-        tensor: Its name; that of a value of state begins with ``state.``, and has its rank if there are more.
-        off: What it is with the flag off, ``"not there"`` where it is missing; ``on`` with the flag on.
-        numbers: How the two differ, where both are outputs, and of one kind.
-    """
+    """An output, or a value of session state, that is not the same in both runs after an ask."""
 
     ask: Request
-    tensor: str
-    off: str
+    tensor: str  # of a value of state it begins with ``state.``, and has its rank where there are several
+    off: str  # what it is with the flag off, ``"not there"`` where it is missing
     on: str
-    numbers: Numbers | None = None
+    numbers: Numbers | None = None  # where both are outputs, and of one kind
 
     @property
     def of_state(self) -> bool:
@@ -72,19 +65,15 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """What came of it: how many tensors and values of state were compared, also those that one run lacks.
-
-    Attributes:
-        nbytes: Bytes of the outputs with the flag off.
-        differences: In the order in which they came, an ask's outputs before its state.
-        unread: Asks after which state was not compared, each with the reason, in one line.
-    """
+    """What came of it: how many outputs and values of state were compared, also those that one run lacks."""
 
     outputs: int = 0
     values: int = 0
-    nbytes: int = 0
+    nbytes: int = 0  # of the outputs with the flag off
     differences: list[Difference] = field(default_factory=list)
+    """In the order in which they came, an ask's outputs before its state."""
     unread: list[tuple[Request, str]] = field(default_factory=list)
+    """Asks after which state was not compared, each with the reason, in one line."""
 
     @property
     def values_different(self) -> int:

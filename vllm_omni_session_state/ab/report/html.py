@@ -13,15 +13,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from vllm_omni_session_state.ab.report.plots import (
-    COLOURS,
-    Line,
-    Plot,
-    bytes_plot,
-    bytes_text,
-    seconds_plot,
-    seconds_text,
-)
+from vllm_omni_session_state.ab.report import plots
+from vllm_omni_session_state.ab.report.plots import COLOURS, Line, Plot, bytes_text, seconds_text
 from vllm_omni_session_state.ab.report.result import WORDS, Result, Run, Step, some
 from vllm_omni_session_state.ab.workload.requests import CALLS, Request
 from vllm_omni_session_state.base.printable import printable
@@ -64,19 +57,19 @@ def _session_plots(result: Result) -> list[Plot] | None:
     if all(step.sessions is None for run in result.runs for step in run.steps):
         return None
     held = [(run, _by_device(run)) for run in result.runs]
-    plots = []
+    found = []
     for device in sorted({device for _, totals in held for device in totals}):
         where = device if device.startswith("parked") else f"on {device}"
         together = [_line_of(run, _summed(totals.get(device, {}).values())) for run, totals in held]
-        plots.append(_state_plot(f"All sessions {where}", together))
+        found.append(_state_plot(f"All sessions {where}", together))
         for run, totals in held:
             if device in totals:
-                plots.append(_state_plot(f"Each session {where}, {run.word}", _each(totals[device])))
-    return plots
+                found.append(_state_plot(f"Each session {where}, {run.word}", _each(totals[device])))
+    return found
 
 
 def _state_plot(caption: str, lines: Iterable[Line]) -> Plot:
-    return bytes_plot(caption, [line for line in lines if line.points], label="session state")
+    return plots.bytes_plot(caption, [line for line in lines if line.points], label="session state")
 
 
 def _by_device(run: Run) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -109,13 +102,13 @@ def _memory_plot(result: Result) -> Plot | None:
     """The most that the worker had at once during each step, both runs."""
     lines = _both(result, lambda step: float(step.peak_bytes))
     caption = "Memory of the worker at its peak (the axis need not begin at 0)"
-    return bytes_plot(caption, lines, label="memory", from_zero=False) if lines else None
+    return plots.bytes_plot(caption, lines, label="memory", from_zero=False) if lines else None
 
 
 def _times_plot(result: Result) -> Plot | None:
     """How long steps took."""
     lines = _both(result, lambda step: step.seconds)
-    return seconds_plot("Time of each step", lines, label="step time") if lines else None
+    return plots.seconds_plot("Time of each step", lines, label="step time") if lines else None
 
 
 def _took(result: Result) -> Iterator[Row]:

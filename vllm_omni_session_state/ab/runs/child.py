@@ -87,12 +87,7 @@ def served_in(path: str) -> Stage:
 
 
 def observations(model: str, asked: argparse.Namespace) -> Observations:
-    """What is sent to a model: a recording, or drawn.
-
-    Raises:
-        RefusedError: The recording is of another model.
-        DamagedFileError: It is damaged.
-    """
+    """What is sent to a model: drawn, or a recording, which may be damaged or of another model."""
     if asked.replay is not None:
         recording = Trace(asked.replay)
         if recording.model != model:
@@ -272,10 +267,8 @@ def _see_that_it_is_managed(served: Served) -> None:
     try:
         served.call("session_state_list")
     except RuntimeError as error:
-        why = (
-            "; ".join(served.warned())
-            or "`vllm-omni-session-state doctor`, or a WARNING in the log, says why"
-        )
+        hint = "`vllm-omni-session-state doctor`, or a WARNING in the log, says why"
+        why = "; ".join(served.warned()) or hint
         raise RefusedError(f"{ENV_FLAG}=1 did not turn the plugin on ({error}): {why}") from error
 
 

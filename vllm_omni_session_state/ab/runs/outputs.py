@@ -18,14 +18,9 @@ PARTS = ("images", "multimodal_output", "latents", "trajectory_latents", "trajec
 
 
 def tensors_of(output: Any, *, pictures: str = "images") -> dict[str, Any]:
-    """The tensors of one of vLLM-Omni's outputs.
+    """Torch's tensors, on the CPU and each with memory of its own, of an output or of a call's plain answer.
 
-    Args:
-        output: Its output, or the plain answer to a call, which is named ``answer``.
-        pictures: The name of what vLLM-Omni hands out as pictures: a video, a clip.
-
-    Returns:
-        Torch's tensors on the CPU by name, each with memory of its own.
+    The answer to a call is named ``answer``, and what vLLM-Omni hands out as pictures as ``pictures`` says.
     """
     parts = {name: getattr(output, name) for name in PARTS if hasattr(output, name)}
     named = {pictures: parts.pop("images", ()), **dict(parts.pop("multimodal_output", None) or {}), **parts}

@@ -34,14 +34,10 @@ class LastingConsole(Console):
 
 
 class ProgressView:
-    """Shows the phases of a run, one after the other.
+    """Shows the phases of a run, one after the other, each given with the seconds that it should take.
 
-    It counts the seconds that phases should take. Those of the current one pass at the pace so far, unless it
-    is reported how much of it is done. It never goes back.
-
-    Args:
-        console: Where.
-        phases: Name of each, in order -> seconds that it takes on a small machine.
+    It counts these. Those of the current phase pass at the pace so far, unless it is reported how much of it
+    is done. It never goes back.
     """
 
     def __init__(self, console: Console, phases: Mapping[str, float]) -> None:

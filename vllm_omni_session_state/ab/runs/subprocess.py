@@ -39,11 +39,7 @@ class CouldNotRunError(Exception):
 
 
 def settings(*, flag: bool | None) -> dict[str, str]:
-    """The environment of a process: this one's, with nothing but the flag set, and threads pinned.
-
-    Args:
-        flag: What is set; ``None`` leaves it out.
-    """
+    """The environment of a process: this one's, but the flag set or left out, and threads pinned."""
     threads = os.environ.get(THREADS[0]) or "1"
     kept = {name: value for name, value in os.environ.items() if name != FLAG}
     pinned = {**dict.fromkeys(THREADS, threads), "PYTHONUNBUFFERED": "1"}
@@ -55,11 +51,7 @@ def run_job(
 ) -> Iterator[dict[str, Any]]:
     """Run a process and yield its events, with an empty one about five times a second between them.
 
-    Args:
-        command: What is run; the number of the file descriptor for its events is added as last argument.
-        environment: All of it.
-        log: Where its standard output and error are added.
-        silence_s: Seconds without an event after which it is given up; ``None``: `SILENCE_S`.
+    The number of the file descriptor for events is added to the command; output and errors to the log.
 
     Raises:
         CouldNotRunError: It reported an error, died, or fell silent.
