@@ -32,7 +32,6 @@ Times are CPU time of the one thread, so that what else the machine does shows o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -44,10 +43,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Machine, Spread, Wanted, add_figures, last_line, machine, one_thread
+from benchmarks.measure import (
+    Machine,
+    Spread,
+    Wanted,
+    add_figures,
+    consoles,
+    last_line,
+    machine,
+    one_thread,
+    options,
+)
 
 SESSIONS, VALUES, BUFFERS, MANY, WINDOW, CHUNKS = 64, 30, 4, 1024, 4, 10_000
 WANTED: Wanted = {
@@ -64,15 +72,9 @@ Figures = dict[str, list[float]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accounting", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="2 rounds: does it run? Its figures mean nothing"
-    )
-    quick = parser.parse_args(arguments).quick
+    quick = options("accounting", __doc__, quick="2 rounds").parse_args(arguments).quick
     rounds, windows = (2, 2) if quick else (20, 20)
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     aside.print("Importing vLLM-Omni (10 to 30 seconds) ...")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     one_thread()

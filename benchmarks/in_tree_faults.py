@@ -22,10 +22,9 @@ from unittest import mock
 import numpy as np
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine, one_thread
+from benchmarks.measure import consoles, machine, one_thread
 from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.accounting.footprint import footprint, register_children
 from vllm_omni_session_state.offload.host_tier import HostTier
@@ -231,7 +230,7 @@ def main() -> int:
     """Run every row on both and print them; returns the exit status."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     one_thread()
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     aside.print("Importing vLLM-Omni and running a tiny Cosmos3 (a minute) ...")
     from omni_tiny.checkpoint.cosmos3 import write_cosmos3
 

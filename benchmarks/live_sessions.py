@@ -33,7 +33,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Machine, Spread, add_figures, last_line, machine, one_thread, positive, turns
+from benchmarks.measure import (
+    Machine,
+    Spread,
+    add_figures,
+    consoles,
+    last_line,
+    machine,
+    one_thread,
+    options,
+    positive,
+    turns,
+)
 
 if TYPE_CHECKING:
     from omni_tiny.crowd import Crowd, Key, Outputs
@@ -46,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     sessions = asked.sessions or (5 if asked.quick else 24)
     steps = asked.steps or (3 if asked.quick else 10)
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     aside.print("Importing vLLM-Omni (10 to 30 seconds) ...")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     one_thread()
@@ -163,15 +174,12 @@ def _outcome(crowd: Crowd, place: Machine, *, room: int, wrong: int, without: in
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.live_sessions", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = options("live_sessions", __doc__, quick="5 sessions of 3 steps")
     parser.add_argument("--sessions", type=positive, help="live at once (default: 24)")
     parser.add_argument("--steps", type=positive, help="of each session (default: 10)")
     parser.add_argument(
         "--room", type=positive, default=3, help="sessions that the engine's pool has room for (default: 3)"
     )
-    parser.add_argument("--quick", action="store_true", help="5 sessions of 3 steps: does it run?")
     return parser
 
 

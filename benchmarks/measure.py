@@ -13,6 +13,7 @@ import operator
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,21 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} measures nothing; give 1 or more")
     return number
+
+
+def options(name: str, doc: str | None, *, quick: str = "") -> argparse.ArgumentParser:
+    """A benchmark's command line: its name, its first line, and ``--quick``, if it is said what that runs."""
+    about = (doc or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
+    if quick:
+        help_ = f"{quick}: does it run? Its figures mean nothing"
+        parser.add_argument("--quick", action="store_true", help=help_)
+    return parser
+
+
+def consoles() -> tuple[Console, Console]:
+    """Where results go, and where people look meanwhile."""
+    return Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
 
 
 class LapClock:

@@ -43,10 +43,12 @@ from benchmarks.measure import (
     Spread,
     Wanted,
     add_figures,
+    consoles,
     last_line,
     machine,
     no_collector,
     one_thread,
+    options,
     orders,
     positive,
     turns,
@@ -106,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lasts_s=asked.lasts,
         ask=asked.ask,
     )
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     one_thread()
     figures = {name: Spread.of(values) for name, values in _writing(asked.sessions).items()}
@@ -341,15 +343,12 @@ def _caption(place: Machine) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scrape", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = options("scrape", __doc__, quick="one pair of 8 steps")
     parser.add_argument("--pairs", type=positive, help="of phases (default: 5)")
     parser.add_argument("--steps", type=positive, help="of each phase (default: 200)")
     parser.add_argument("--lasts", type=float, default=1.0, help="seconds of a step, at least (default: 1)")
     parser.add_argument("--sessions", type=positive, default=1000, help="of the worker that writes")
     parser.add_argument("--ask", action="store_true", help="a look asks the workers")
-    parser.add_argument("--quick", action="store_true", help="one pair of 8 steps: does it run?")
     return parser
 
 

@@ -38,9 +38,11 @@ from benchmarks.measure import (
     LapClock,
     Machine,
     Spread,
+    consoles,
     last_line,
     machine,
     one_thread,
+    options,
     orders,
     positive,
     turns,
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps, pairs = (
         (asked.steps or 12, asked.pairs or 2) if asked.quick else (asked.steps or 400, asked.pairs or 20)
     )
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     aside.print("Importing vLLM-Omni (10 to 30 seconds) ...")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     one_thread()
@@ -85,14 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.state_ops", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = options("state_ops", __doc__, quick="12 steps, 2 pairs")
     parser.add_argument("--steps", type=positive, help="steps of a session (default: 400)")
     parser.add_argument("--pairs", type=positive, help="sessions of each contender (default: 20)")
-    parser.add_argument(
-        "--quick", action="store_true", help="12 steps, 2 pairs: does it run? Its figures mean nothing"
-    )
     return parser
 
 

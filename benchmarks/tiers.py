@@ -54,11 +54,14 @@ from benchmarks.measure import (
     Spread,
     Wanted,
     add_figures,
+    consoles,
     last_line,
     machine,
     no_collector,
     one_thread,
+    options,
     orders,
+    positive,
     turns,
 )
 
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = feature_map_shapes()
     if asked.quick:
         shapes = [tuple(-(-length // 16) for length in shape) for shape in shapes]
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     one_thread()
     if not asked.recycle:
         _take_memory_from_the_system()
@@ -233,14 +236,9 @@ def _mib(shapes: Shapes) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiers", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--rounds", type=int, help="round trips of each contender (default: 40, of files 18)")
+    parser = options("tiers", __doc__, quick="2 rounds of tiny tensors")
+    parser.add_argument("--rounds", type=positive, help="of each contender (default: 40, of files 18)")
     parser.add_argument("--folder", help=f"where files go (default: {disk_moves.LASTING}, if it is there)")
-    parser.add_argument(
-        "--quick", action="store_true", help="2 rounds of tiny tensors: does it run? Its figures mean nothing"
-    )
     parser.add_argument(
         "--recycle", action="store_true", help="let the C library hand out memory again that was let go"
     )

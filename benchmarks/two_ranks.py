@@ -23,10 +23,18 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Spread, add_figures, last_line, machine, one_thread, positive
+from benchmarks.measure import (
+    Spread,
+    add_figures,
+    consoles,
+    last_line,
+    machine,
+    one_thread,
+    options,
+    positive,
+)
 
 PLACES = (3, 2)
 SESSIONS = ("robot-0", "robot-1", "robot-2", "robot-3")
@@ -35,7 +43,7 @@ SESSIONS = ("robot-0", "robot-1", "robot-2", "robot-3")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, compare and print; returns the exit status."""
     asked = _parser().parse_args(arguments)
-    console, aside = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
+    console, aside = consoles()
     aside.print("Importing vLLM-Omni in two processes (up to a minute) ...")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     one_thread()
@@ -138,9 +146,7 @@ def _message(manager: Any) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.two_ranks", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = options("two_ranks", __doc__)
     parser.add_argument("--steps", type=positive, default=200, help="over all sessions (default: 200)")
     parser.add_argument(
         "--limit",

@@ -16,8 +16,7 @@ from pathlib import Path
 import made
 import numpy as np
 
-from vllm_omni_session_state.ab.runs.event_channel import end_with_reader, reporting
-from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS
+from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS, reporting
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.ab.workload.trace import Trace, write_recording
 
@@ -41,7 +40,6 @@ def main():
         *(os.environ[name] for name in THREADS),
         os.environ.get(f"{FLAG}_MAX_SESSIONS"),
     )
-    end_with_reader(asked.events)
     with reporting(asked.events) as report:
         report(phase="loading")
         steps = asked.steps + (does == "other")

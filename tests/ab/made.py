@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+from safetensors.numpy import save_file
 
-from vllm_omni_session_state.ab.compare.comparison import Comparison, compare, file_of
-from vllm_omni_session_state.ab.compare.tensor_file import NAMES, Kind, write_tensors
+from vllm_omni_session_state.ab.compare.comparison import Comparison, compare, output_file
 from vllm_omni_session_state.ab.report.result import Result, Run, Step
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.ab.workload.requests import numbered
-
-DTYPES = {name: dtype for name, dtype in NAMES.items() if hasattr(np, dtype)}
-"""Those that NumPy has, ``C64`` among them."""
-NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(folder, number, **arrays):
     """Write the outputs of one ask."""
     folder.mkdir(exist_ok=True, parents=True)
-    kinds = {name: Kind(NAME_OF[str(array.dtype)], array.shape) for name, array in arrays.items()}
-    write_tensors(file_of(folder, number), {}, kinds, [array.tobytes() for array in arrays.values()])
+    path = output_file(folder, number)
+    save_file(arrays, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
 
 
 def asks(count):

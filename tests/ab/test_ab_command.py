@@ -57,7 +57,7 @@ def test_an_equal_run_exits_with_0_and_leaves_its_report(ab, tmp_path, monkeypat
     assert (tmp_path / "x/off.log").read_text() == "noise of vLLM-Omni 0 2 2 2 3\n", "all else is as it was"
     assert (tmp_path / "x/on.log").read_text() == "noise of vLLM-Omni 1 2 2 2 3\n"
     assert all(sign.isprintable() or sign == "\n" for sign in out)
-    assert re.search(r"0:\d\d  flag on: serving \(about \d+:\d\d left\)", out)
+    assert re.search(r"  0:00:\d\d  flag on: serving \(about 0:\d\d:\d\d left\)", out)
 
 
 def test_without_a_folder_it_makes_a_new_one_here(ab, tmp_path):
@@ -234,8 +234,8 @@ def test_when_the_command_is_killed_its_process_ends_at_once(tmp_path):
         (["--steps", "1001"], "--steps 1001 is not one of 1 to 1000"),
         (["--sessions", "65"], "--sessions 65 is not one of 1 to 64"),
         (["--sessions", "-1"], "--sessions -1 is not one of 1 to 64"),
-        (["--replay", "none"], "--replay: [Errno 2] No such file or directory: 'none'"),
-        (["--replay", "deploy.yaml"], "--replay: deploy.yaml: it is no safetensors file"),
+        (["--replay", "none"], "--replay: No such file or directory: none"),
+        (["--replay", "deploy.yaml"], "--replay: deploy.yaml: it is no whole safetensors file"),
         (["--replay", "sent", "--steps", "3"], "--steps and --sessions have no place beside --replay"),
         (["--record", "deploy.yaml"], "--record deploy.yaml is there already: name a new file"),
         (["--record", "no/where"], "--record no/where is in a folder that is not there"),

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from profiles import EXECUTOR, LONG
 
-from vllm_omni_session_state.ab.compare.states import state_file
+from vllm_omni_session_state.ab.compare.comparison import state_file
 from vllm_omni_session_state.ab.report.result import COULD_NOT_RUN, DIFFERENT, EQUAL
 
 pytestmark = pytest.mark.host

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state import SessionState, SessionStateManager
-from vllm_omni_session_state.ab.compare.comparison import PER_STEP, compare
-from vllm_omni_session_state.ab.compare.states import compare_state, state_file, write_state
+from vllm_omni_session_state.ab.compare.comparison import PER_STEP, compare, state_file
 from vllm_omni_session_state.ab.runs.child import Stage, _last_looks, served_in
+from vllm_omni_session_state.ab.runs.outputs import save_state
 from vllm_omni_session_state.ab.runs.worker_probe import MOST_HEARD, ProbedWorker
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.adapters.dreamzero import view_of
@@ -94,11 +94,27 @@ class Both:
 
     def compared(self, key, tmp, *, last=False):
         """What the two are said to differ in."""
-        files = tmp / "off.json", tmp / "on.json"
-        for file, worker in zip(files, (self.off, self.on), strict=True):
-            answer = worker.session_state_look(key, last)
-            write_state(file, json.loads(json.dumps(answer["ranks"])))
-        return compare_state(*files)
+        off, on = (worker.session_state_look(key, last)["ranks"] for worker in (self.off, self.on))
+        return compared(tmp, off, on)
+
+
+def compared(tmp, off, on):
+    """What is said of two runs of one step, of which this is what the ranks saw."""
+    for word, ranks in (("off", off), ("on", on)):
+        made.write(tmp / word, 0)
+        save_state(state_file(tmp / word, 0), ranks)
+    return compare(tmp / "off", tmp / "on", made.asks(1))
+
+
+def names(found):
+    """Of the values that differ."""
+    return [difference.tensor for difference in found.differences]
+
+
+def unread(found):
+    """Why nothing was compared."""
+    ((_, why),) = found.unread
+    return why
 
 
 STEPS = st.lists(
@@ -132,7 +148,7 @@ def test_while_both_do_the_same_nothing_is_said(tmp_path_factory, steps, last):
         getattr(both, does)(key, seed)
         for each in "ab":
             found = both.compared(each, tmp, last=last)
-            assert (found.unlike, found.unread) == ((), "")
+            assert (found.differences, found.unread) == ([], [])
             there = each in both.states
             assert (found.values > 0) == there
             assert (each in both.manager) == there, "looking makes no session"
@@ -151,10 +167,10 @@ def test_one_bit_of_one_value_is_named_and_nothing_else(tmp_path_factory, steps,
     for seed, (does, key) in enumerate([*steps, ("step", "a")]):
         getattr(both, does)(key, seed)
     MISTAKES[mistake](both.fields("a")[1])
-    (found,) = both.compared("a", tmp).unlike
-    assert found.name == f"state.{mistake}"
+    (found,) = both.compared("a", tmp).differences
+    assert found.tensor == f"state.{mistake}"
     assert found.off != found.on
-    assert both.compared("b", tmp).unlike == ()
+    assert both.compared("b", tmp).differences == []
 
 
 def test_an_earlier_chunk_is_seen_where_everything_is_looked_at(tmp_path):
@@ -162,9 +178,8 @@ def test_an_earlier_chunk_is_seen_where_everything_is_looked_at(tmp_path):
     for seed in range(3):
         both.step("a", seed)
     flip(both.fields("a")[1].video_latents_across_time[0])
-    assert both.compared("a", tmp_path).unlike == ()
-    (found,) = both.compared("a", tmp_path, last=True).unlike
-    assert found.name == "state.video_latents_across_time.-3"
+    assert both.compared("a", tmp_path).differences == []
+    assert names(both.compared("a", tmp_path, last=True)) == ["state.video_latents_across_time.-3"]
 
 
 def test_a_session_that_only_one_run_has_differs_in_all_that_it_has(tmp_path):
@@ -172,13 +187,13 @@ def test_a_session_that_only_one_run_has_differs_in_all_that_it_has(tmp_path):
     both.step("a", 1)
     count = both.compared("a", tmp_path).values
     both.manager.drop_session("a")
-    assert {unlike.on for unlike in both.compared("a", tmp_path).unlike} == {"not there"}
+    assert {each.on for each in both.compared("a", tmp_path).differences} == {"not there"}
     both = Both()
     both.step("a", 1)
     del both.states["a"]
     found = both.compared("a", tmp_path)
-    assert {unlike.off for unlike in found.unlike} == {"not there"}
-    assert len(found.unlike) == found.values == count
+    assert {each.off for each in found.differences} == {"not there"}
+    assert len(found.differences) == found.values == count
 
 
 def test_what_an_ended_session_still_holds_is_named(tmp_path, monkeypatch):
@@ -188,12 +203,12 @@ def test_what_an_ended_session_still_holds_is_named(tmp_path, monkeypatch):
 
     both = Both()
     both.step("a", 1)
-    assert both.compared("a", tmp_path, last=True).unlike == ()
+    assert both.compared("a", tmp_path, last=True).differences == []
     monkeypatch.setattr(SessionState, "reset", reset)
     both.end("a", 1)
     found = both.compared("a", tmp_path)
-    assert "state.prompt_embeds of the session that ended" in {unlike.name for unlike in found.unlike}
-    assert both.compared("a", tmp_path).unlike == (), "it is said once"
+    assert "state.prompt_embeds of the session that ended" in names(found)
+    assert both.compared("a", tmp_path).differences == [], "it is said once"
 
 
 def test_a_session_that_is_evicted_is_held_by_nobody_here(tmp_path):
@@ -215,17 +230,17 @@ def test_older_chunks_that_one_run_has_let_go_of_are_what_differs(tmp_path):
     for seed in range(5):
         both.step("a", seed)
     del both.fields("a")[1].video_latents_across_time[:-2]
-    assert both.compared("a", tmp_path).unlike == ()
-    found = both.compared("a", tmp_path, last=True).unlike
-    assert [unlike.name for unlike in found] == [f"state.video_latents_across_time.-{n}" for n in (3, 4, 5)]
-    assert {unlike.on for unlike in found} == {"not there"}
+    assert both.compared("a", tmp_path).differences == []
+    found = both.compared("a", tmp_path, last=True)
+    assert names(found) == [f"state.video_latents_across_time.-{n}" for n in (3, 4, 5)]
+    assert {each.on for each in found.differences} == {"not there"}
 
 
 def test_a_parked_session_is_left_where_it_is_and_that_is_said(tmp_path):
     both = Both()
     both.step("a", 1)
     assert both.manager.park("a")
-    assert both.compared("a", tmp_path).unread == "flag on, rank 0: its session was parked"
+    assert unread(both.compared("a", tmp_path)) == "flag on, rank 0: its session was parked"
     assert both.manager.peek("a").parked
     (rank,) = both.on.session_state_sizes()["ranks"]
     assert rank["sizes"] == {display_id("a"): {"parked (host)": ANY, "cpu": 48}}, "frames stay where they are"
@@ -235,7 +250,7 @@ def test_a_worker_that_cannot_look_says_why(tmp_path, monkeypatch):
     both = Both()
     both.step("a", 1)
     monkeypatch.setattr(both.off.model_runner.pipeline, "_states", None)
-    assert both.compared("a", tmp_path).unread.startswith("flag off, rank 0: AttributeError: ")
+    assert unread(both.compared("a", tmp_path)).startswith("flag off, rank 0: AttributeError: ")
 
 
 def test_a_look_refreshes_nobody(tmp_path):
@@ -251,10 +266,8 @@ def test_ranks_are_compared_each_with_its_own(tmp_path):
         seen = {name: (f"int {value}", "") for name, value in values.items()}
         return {"rank": number, "ok": True, "parked": False, "values": seen}
 
-    write_state(tmp_path / "off", [rank(0, a=1, b=2), rank(1, a=3)])
-    write_state(tmp_path / "on", [rank(0, a=1, b=2), rank(1, a=4)])
-    found = compare_state(tmp_path / "off", tmp_path / "on")
-    assert [(unlike.name, unlike.off, unlike.on) for unlike in found.unlike] == [
+    found = compared(tmp_path, [rank(0, a=1, b=2), rank(1, a=3)], [rank(0, a=1, b=2), rank(1, a=4)])
+    assert [(each.tensor, each.off, each.on) for each in found.differences] == [
         ("state.a on rank 1", "int 3", "int 4")
     ]
     assert found.values == 3
@@ -267,14 +280,14 @@ def test_differences_of_state_come_after_those_of_outputs_and_few_of_a_step_are_
         both.step("a", number)
         for folder, worker, actions in ((off, both.off, 0), (on, both.on, number)):
             made.write(folder, number, actions=np.full(2, actions, np.float32))
-            write_state(state_file(folder, number), worker.session_state_look("a", False)["ranks"])
-    write_state(state_file(on, 1), both.on.session_state_look("nobody", False)["ranks"])
+            save_state(state_file(folder, number), worker.session_state_look("a", False)["ranks"])
+    save_state(state_file(on, 1), both.on.session_state_look("nobody", False)["ranks"])
     found = compare(off, on, made.asks(2))
     assert found.differences[0].tensor == "actions"
     assert (found.outputs, found.outputs_different) == (2, 1)
     assert found.values > found.values_different == len(found.differences) - 1 > PER_STEP
     assert len(found.shown(100)) == 1 + PER_STEP
-    assert found.shown(1) == list(found.differences[:1])
+    assert found.shown(1) == found.differences[:1]
     assert str(found.differences[1]).endswith("with the flag off, not there with it on")
 
 

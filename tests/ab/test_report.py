@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state.ab.command import verdict
-from vllm_omni_session_state.ab.report.page import STYLE, page
+from vllm_omni_session_state.ab.report.html import TEMPLATES, page
 from vllm_omni_session_state.ab.report.plots import (
     COLOURS,
     Line,
@@ -123,16 +123,16 @@ def test_no_request_leaves_the_page_and_it_fits_a_telephone(tmp_path, change):
     result = made.result(tmp_path, change=change)
     result.about["deploy_config"] = '"><script>alert(1)</script><img src="//a.example/b">'
     text = page(result)
-    read = Read(text)
+    read, style = Read(text), re.search("<style>(.*)</style>", text, re.DOTALL)[1]
     assert {tag for tag, _ in read.tags} & {"script", "link", "img", "iframe", "base", "object"} == set()
-    outside_of_texts = re.sub(r">[^<]*<", "><", text.replace(STYLE, ""))
+    outside_of_texts = re.sub(r">[^<]*<", "><", text.replace(style, ""))
     assert not FETCHES.search(outside_of_texts)
-    assert not FETCHES.search(STYLE)
+    assert not FETCHES.search(style)
     metas = [attributes for tag, attributes in read.tags if tag == "meta"]
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
     assert any(meta.get("content", "").startswith("default-src 'none'") for meta in metas)
-    assert "prefers-color-scheme: dark" in STYLE
-    assert all(f".c{number} {{" in STYLE for number in range(COLOURS))
+    assert "prefers-color-scheme: dark" in style
+    assert all(f".c{number} {{" in style for number in range(COLOURS))
 
 
 def test_every_plot_has_a_unit_at_its_axis_and_the_last_colour_stands_for_the_rest(tmp_path):
@@ -197,10 +197,11 @@ numbers = st.floats(0, 1e15, allow_nan=False)
 def test_every_point_of_a_plot_is_inside_of_it(columns, kind):
     lines = [Line(f"<{n}>", tuple(enumerate(column, 1)), n) for n, column in enumerate(columns)]
     if kind == "seconds":
-        svg = seconds_plot(lines, label="time", x_label="steps")
+        plot = seconds_plot("<&>", lines, label="time")
     else:
-        svg = bytes_plot(lines, label="state", x_label="steps", from_zero=kind == "bytes")
-    Read(svg)
+        plot = bytes_plot("<&>", lines, label="state", from_zero=kind == "bytes")
+    svg = TEMPLATES.get_template("plot.html.j2").module.figure(plot)
+    assert "<&>" in Read(svg).texts
     points = [
         tuple(map(float, point.split(",")))
         for path in re.findall('points="(.*?)"', svg)

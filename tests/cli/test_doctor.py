@@ -193,6 +193,13 @@ def test_without_rich_one_line_says_what_to_install():
     assert err == f"vllm-omni-session-state: {what}\n"
 
 
+@pytest.mark.parametrize("missing", ["rich", "jinja2"])
+def test_without_what_ab_needs_one_line_says_what_to_install(missing):
+    status, out, err = run("ab", "--deploy-config", "none.yaml", start=without(missing))
+    assert (status, out) == (2, "")
+    assert err == f"vllm-omni-session-state: ab needs {missing}: pip install 'vllm-omni-session-state[cli]'\n"
+
+
 def test_an_unknown_command_is_said_in_its_usage_and_leaves_with_2(capsys):
     with pytest.raises(SystemExit) as left:
         main.main(["doktor"])

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import re
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from omni_tiny.digest import digest
 from rich.console import Console
 
 from vllm_omni_session_state.ab.runs import subprocess
-from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
 from vllm_omni_session_state.ab.runs.progress import ProgressView
 from vllm_omni_session_state.ab.runs.subprocess import CouldNotRunError
 
@@ -261,28 +261,48 @@ def test_the_exit_status_is_that_of_the_worst_model(monkeypatch, tmp_path, happe
 def test_the_bar_fits_a_terminal_in_every_phase():
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, color_system=None)
-    plan = command.course(scenario() for scenario in SCENARIOS.values())
-    with ProgressView(console, plan).shown() as watch:
-        for _ in plan.phases:
+    phases = command.phases(scenario() for scenario in SCENARIOS.values())
+    with ProgressView(console, phases).shown() as watch:
+        for _ in phases:
             watch.begin()
+            watch.reached(0.5)
         watch.finish()
-    assert "0:00 gone" in text.getvalue()
+    assert "0:00:00 gone" in text.getvalue()
+    assert max(map(len, re.split("[\r\n]|\x1b\\[[0-9?]*[A-Za-z]", text.getvalue()))) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in text.getvalue()
 
 
-def test_a_course_never_goes_back_and_its_estimate_follows_the_pace():
-    course = Estimate([Phase("a", 10), Phase("b", 20), Phase("c", 10)])
-    course.begin(0)
-    assert course.seconds_left(0) == 40
-    seen = [course.seconds_done(now) for now in (0, 5, 10, 30)]
-    course.begin(20)
-    assert course.seconds_left(20) == 60  # twice as slow as expected
-    seen.append(course.seconds_done(24))
-    course.reached(0.01)
-    seen.append(course.seconds_done(25))
-    assert seen == sorted(seen)
-    course.reached(0.5)
-    assert course.seconds_done(30) == 20
+def test_the_bar_never_goes_back_and_what_is_left_follows_the_pace(monkeypatch):
+    now = 0.0
+    view = ProgressView(Console(file=io.StringIO()), {"a": 10, "b": 20, "c": 10})
+    monkeypatch.setattr(view._progress, "get_time", lambda: now)
+    monkeypatch.setattr(view.task, "_get_time", lambda: now)
+    view.task.start_time = 0.0
+    done = []
+
+    def at(seconds, act, *args):
+        nonlocal now
+        now = float(seconds)
+        act(*args)
+        done.append(view.task.completed)
+
+    at(0, view.begin)
+    assert view.task.remaining == 40
+    for seconds in range(1, 20):
+        at(seconds, view.tick)
+    assert (done[5], done[-1]) == (5, 9.5), "as long as it should take, and then it waits"
+    at(20, view.begin)
+    assert view.task.completed == 10
+    assert view.task.time_remaining == pytest.approx(60, abs=5)  # twice as slow as expected
+    at(24, view.tick)
+    assert view.task.completed == pytest.approx(12, abs=0.2)
+    at(25, view.reached, 0.01)
+    at(29, view.tick)
+    at(30, view.reached, 0.5)
+    assert view.task.completed == 20
+    at(40, view.begin)
+    at(41, view.finish)
+    assert (done, done[-1]) == (sorted(done), 40)
 
 
 def job(tmp_path, body):

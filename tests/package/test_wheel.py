@@ -38,6 +38,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"vllm_omni_session_state", "vllm_omni_session_state-0.1.0.dist-info"}
     assert "vllm_omni_session_state/py.typed" in names
+    templates = {name for name in names if name.endswith(".j2")}
+    assert templates == {
+        f"vllm_omni_session_state/ab/report/{path.name}"
+        for path in (PROJECT / "vllm_omni_session_state" / "ab" / "report").glob("*.j2")
+    }
+    assert len(templates) == 2
 
 
 def test_in_a_clean_environment_plugin_and_command_are_found_and_importing_takes_no_torch(wheel, tmp_path):

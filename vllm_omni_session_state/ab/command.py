@@ -23,10 +23,8 @@ from rich.console import Console
 
 from vllm_omni_session_state.ab.compare.comparison import compare
 from vllm_omni_session_state.ab.compare.tensor_file import DamagedFileError
-from vllm_omni_session_state.ab.report.page import page
-from vllm_omni_session_state.ab.report.result import DIFFERENT, EQUAL, Result, Run, Step
-from vllm_omni_session_state.ab.report.text import some
-from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
+from vllm_omni_session_state.ab.report.html import page
+from vllm_omni_session_state.ab.report.result import DIFFERENT, EQUAL, Result, Run, Step, some
 from vllm_omni_session_state.ab.runs.progress import ProgressView
 from vllm_omni_session_state.ab.runs.subprocess import THREADS, CouldNotRunError, run_job, settings
 from vllm_omni_session_state.ab.workload.requests import MAX_SESSIONS, MAX_STEPS, numbered
@@ -36,8 +34,12 @@ from vllm_omni_session_state.base.printable import printable
 from vllm_omni_session_state.base.settings import ENV_FLAG as FLAG
 
 CHILD = "vllm_omni_session_state.ab.runs.child"
-PHASES = {"loading": 60.0, "serving": 60.0, "stopping": 5.0}
-"""Phase of a run -> seconds that it may take; what the first run takes says it better."""
+PHASES = {
+    f"flag {word}: {name}": seconds
+    for word in ("off", "on")
+    for name, seconds in (("loading", 60.0), ("serving", 60.0), ("stopping", 5.0))
+}
+"""Phase -> seconds that it may take; what the first run takes says it better."""
 
 SILENCE_S = 3600.0
 """A large checkpoint loads for long, and says nothing meanwhile."""
@@ -49,17 +51,7 @@ _PATHS = ("/", "./", "../")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked for.
-
-    Attributes:
-        deploy_config: The deploy YAML.
-        model: The checkpoint; ``None``: the model's published one.
-        sessions: Interleaved sessions; ``None``: as many as suit the model.
-        steps: Steps of each; as above.
-        record: Where to write what is sent.
-        replay: From where to read it.
-        out: Folder for everything; ``None``: a new one here.
-    """
+    """What is asked for, as on the command line; ``None`` is what suits the model, or nothing."""
 
     deploy_config: str
     model: str | None = None
@@ -70,19 +62,13 @@ class Options:
     out: Path | None = None
 
     def check(self) -> None:
-        """See that it can be done.
-
-        Raises:
-            CouldNotRunError: It cannot; the message is one line.
-        """
+        """Raise `CouldNotRunError` where it cannot be done, with why in one line."""
         if not Path(self.deploy_config).is_file():
             raise CouldNotRunError(f"there is no deploy YAML {self.deploy_config}")
         if self.model is not None and self.model.startswith(_PATHS) and not Path(self.model).is_dir():
             raise CouldNotRunError(f"there is no checkpoint folder {self.model}")
-        for name, value, most in (
-            ("steps", self.steps, MAX_STEPS),
-            ("sessions", self.sessions, MAX_SESSIONS),
-        ):
+        asked = {"steps": (self.steps, MAX_STEPS), "sessions": (self.sessions, MAX_SESSIONS)}
+        for name, (value, most) in asked.items():
             if value is not None and not 1 <= value <= most:
                 raise CouldNotRunError(f"--{name} {value} is not one of 1 to {most}")
         if self.replay is not None:
@@ -105,11 +91,7 @@ class Options:
 
 
 def ab(options: Options, console: Console) -> int:
-    """Run it; returns the exit status.
-
-    Raises:
-        CouldNotRunError: It cannot be done as asked; nothing was started.
-    """
+    """Run it; returns the exit status, or raises `CouldNotRunError` before anything is started."""
     options.check()
     begun = datetime.now(timezone.utc)
     out = options.out or Path(f"session-state-ab-{begun:%Y%m%d-%H%M%S}")
@@ -124,7 +106,7 @@ def ab(options: Options, console: Console) -> int:
     )
     with _stoppable():
         try:
-            with ProgressView(console, _course()).shown() as watch:
+            with ProgressView(console, PHASES).shown() as watch:
                 if all(_done(run, options, result, watch) for run in (result.off, result.on)):
                     watch.finish()
         except KeyboardInterrupt as stop:
@@ -170,7 +152,7 @@ def verdict(result: Result) -> Iterator[str]:
     """What came of it, in lines."""
     found = result.comparison
     if result.status == EQUAL:
-        yield f"EQUAL: all {result.counted} are equal to the last bit, flag off and on."
+        yield f"EQUAL: all {result.amount()} are equal to the last bit, flag off and on."
         return
     if result.status != DIFFERENT:
         yield f"COULD NOT RUN: {result.why or 'nothing was answered by both'}"
@@ -178,25 +160,19 @@ def verdict(result: Result) -> Iterator[str]:
             answered = f"{len(run.steps):,} of {some(len(result.asks), 'step')}"
             yield f"The run with the {run.word} answered {answered}: {run.outputs}"
     if found is not None and found.differences:
-        yield f"DIFFERENT: {result.unequal}. The first:"
+        yield f"DIFFERENT: {result.amount(different=True)}. The first:"
         shown = found.shown(SHOWN)
         yield from (f"  {difference}" for difference in shown)
         if len(found.differences) > len(shown):
             yield f"  and {len(found.differences) - len(shown):,} more"
     elif found is not None:
-        yield f"As far as both came, all {result.counted} are equal."
+        yield f"As far as both came, all {result.amount()} are equal."
 
 
 def _prepared(out: Path, *, flag: bool) -> Run:
     word = "on" if flag else "off"
     (out / word).mkdir(exist_ok=True)
     return Run(flag=flag, log=str(out / f"{word}.log"), outputs=str(out / word))
-
-
-def _course() -> Estimate:
-    return Estimate(
-        [Phase(f"flag {word}: {name}", seconds) for word in ("off", "on") for name, seconds in PHASES.items()]
-    )
 
 
 def _done(run: Run, options: Options, result: Result, watch: ProgressView) -> bool:

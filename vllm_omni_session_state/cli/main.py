@@ -73,12 +73,12 @@ def _doctor(asked: argparse.Namespace) -> int:
 
 def _ab(asked: argparse.Namespace) -> int:
     try:
-        from vllm_omni_session_state.ab import command  # noqa: PLC0415 - they need rich
-        from vllm_omni_session_state.ab.runs import progress, subprocess  # noqa: PLC0415 - they need rich
+        from vllm_omni_session_state.ab import command  # noqa: PLC0415 - it needs the extra
+        from vllm_omni_session_state.ab.runs import progress, subprocess  # noqa: PLC0415 - as above
     except ModuleNotFoundError as error:
-        if error.name != "rich":
+        if error.name not in ("rich", "jinja2"):
             raise
-        raise CommandError(f"ab needs rich for its progress: pip install '{PROGRAM}[cli]'") from error
+        raise CommandError(f"ab needs {error.name}: pip install '{PROGRAM}[cli]'") from error
     names = ("deploy_config", "model", "sessions", "steps", "record", "replay", "out")
     options = command.Options(**{name: getattr(asked, name) for name in names})
     try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from vllm_omni_session_state.ab.compare.comparison import Comparison, Difference
-from vllm_omni_session_state.ab.report.text import some
+from vllm_omni_session_state.ab.compare.comparison import Comparison, Difference, Numbers
 from vllm_omni_session_state.ab.workload.requests import Request
 
 FORMAT = 1
@@ -18,41 +17,30 @@ MAX_DIFFERENCES = 10_000
 """So many are written out; all are counted."""
 
 
+def some(count: int, noun: str) -> str:
+    """A count with its noun, as ``1 step``, ``1,200 steps``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One answered ask.
-
-    Attributes:
-        seconds: From sending it to its answer.
-        peak_bytes: The most that the worker had of its device at once meanwhile, as vLLM-Omni measured it; 0
-            where it did not, as for a call.
-        sessions: Bytes by device of each session after it; ``None`` where nobody can look.
-    """
+    """One answered ask."""
 
     seconds: float
-    peak_bytes: int
-    sessions: dict[str, dict[str, int]] | None
+    peak_bytes: int  # of the worker's device, as vLLM-Omni measured it; 0 where it did not, as for a call
+    sessions: dict[str, dict[str, int]] | None  # bytes by device of each; None where nobody can look
 
 
 @dataclass(slots=True)
 class Run:
-    """One process.
-
-    Attributes:
-        flag: Whether the flag was on.
-        log: Its log.
-        outputs: Folder with its outputs.
-        steps: As far as it came.
-        said: What the plugin said at WARNING, and the number of the ask with which it was heard.
-        failure: Why it ended early, in one line.
-        seconds: How long it took in all.
-    """
+    """One process, with the flag on or off: as far as it came, and why it ended early, in one line."""
 
     flag: bool
     log: str
     outputs: str
     steps: list[Step] = field(default_factory=list)
     said: list[tuple[int, str]] = field(default_factory=list)
+    """What the plugin said at WARNING, each with the number of the ask with which it was heard."""
     failure: str | None = None
     seconds: float = 0.0
 
@@ -64,23 +52,19 @@ class Run:
 
 @dataclass(slots=True)
 class Result:
-    """What came of both.
-
-    Attributes:
-        off: The run with the flag off.
-        on: The other.
-        about: What was run and on what, in words.
-        asks: What was sent to both.
-        comparison: Of what both have answered; ``None`` where that is nothing.
-        why: There is no verdict, and why, in one line.
-    """
+    """What came of both. ``why`` says in one line why there is no verdict, if there is none."""
 
     off: Run
     on: Run
     about: dict[str, Any] = field(default_factory=dict)
     asks: tuple[Request, ...] = ()
-    comparison: Comparison | None = None
+    comparison: Comparison | None = None  # of what both have answered, if that is anything
     why: str | None = None
+
+    @property
+    def runs(self) -> tuple[Run, Run]:
+        """Both, in order."""
+        return self.off, self.on
 
     @property
     def status(self) -> int:
@@ -94,25 +78,15 @@ class Result:
         """Asks that both have answered."""
         return min(len(self.off.steps), len(self.on.steps))
 
-    @property
-    def counted(self) -> str:
-        """How much was compared, in words."""
-        found = self.comparison
-        if found is None:
-            return "nothing"
-        state = f" and {some(found.values, 'value')} of session state" if found.values else ""
-        return f"{some(found.outputs, 'output')} of {some(self.both, 'step')}{state}"
-
-    @property
-    def unequal(self) -> str:
-        """How much of it differs, in words."""
-        found = self.comparison
-        if found is None:
-            return "nothing"
-        state = f" and {found.values_different:,} of {some(found.values, 'value')} of session state"
-        outputs = f"{found.outputs_different:,} of {some(found.outputs, 'output')}"
-        outputs += f" of {some(self.both, 'step')}"
-        return outputs + (state if found.values else "")
+    def amount(self, *, different: bool = False) -> str:
+        """How much was compared, or how much of it differs, in words."""
+        found = self.comparison or Comparison()
+        outputs, values = some(found.outputs, "output"), some(found.values, "value")
+        if different:
+            outputs = f"{found.outputs_different:,} of {outputs}"
+            values = f"{found.values_different:,} of {values}"
+        state = f" and {values} of session state" if found.values else ""
+        return f"{outputs} of {some(self.both, 'step')}{state}"
 
     @property
     def left(self) -> tuple[Request, ...]:
@@ -130,22 +104,21 @@ class Result:
             times = f"{len(self.left):,} of {some(len(self.asks), 'step')}"
             where = f"after {times}, first {self.left[0].place}"
             yield f"LEFT BEHIND: with the flag on, an ended session was still there {where}."
-        for run in (self.off, self.on):
+        for run in self.runs:
             if run.said:
                 number, text = run.said[0]
                 more = f", the first of {len(run.said):,}" if len(run.said) > 1 else ""
                 place = self.asks[number].place
                 yield f"WARNING of the plugin with the {run.word}{more}, heard with {place}: {text}"
-        unread = () if self.comparison is None else self.comparison.unread
-        if unread:
-            first, why = unread[0]
-            times = some(len(unread), "step")
+        if self.comparison is not None and self.comparison.unread:
+            first, why = self.comparison.unread[0]
+            times = some(len(self.comparison.unread), "step")
             yield f"Session state was not compared after {times}, first {first.place}: {why}."
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        found = self.comparison
-        differences = () if found is None else found.differences
+        found = self.comparison or Comparison()
+        differences = [_difference(difference) for difference in found.differences[:MAX_DIFFERENCES]]
         return {
             "format": FORMAT,
             "status": self.status,
@@ -154,46 +127,32 @@ class Result:
             "about": self.about,
             "asked": len(self.asks),
             "compared": self.both,
-            "outputs": 0 if found is None else found.outputs,
-            "outputs_bytes": 0 if found is None else found.nbytes,
-            "outputs_different": 0 if found is None else found.outputs_different,
-            "state_values": 0 if found is None else found.values,
-            "state_values_different": 0 if found is None else found.values_different,
-            "state_unread": [{**ask.as_json(), "why": why} for ask, why in found.unread] if found else [],
-            "first_difference": _difference(differences[0]) if differences else None,
-            "differences": [_difference(difference) for difference in differences[:MAX_DIFFERENCES]],
+            "outputs": found.outputs,
+            "outputs_bytes": found.nbytes,
+            "outputs_different": found.outputs_different,
+            "state_values": found.values,
+            "state_values_different": found.values_different,
+            "state_unread": [{**ask.as_json(), "why": why} for ask, why in found.unread],
+            "first_difference": differences[0] if differences else None,
+            "differences": differences,
             "left": [ask.as_json() for ask in self.left],
             "runs": {"off": self._run(self.off), "on": self._run(self.on)},
         }
 
     def _run(self, run: Run) -> dict[str, Any]:
+        steps = zip(self.asks, run.steps, strict=False)
         return {
             "log": run.log,
             "outputs": run.outputs,
             "failure": run.failure,
             "seconds": run.seconds,
             "warnings": [{**self.asks[number].as_json(), "text": text} for number, text in run.said],
-            "steps": [
-                {
-                    **ask.as_json(),
-                    "seconds": step.seconds,
-                    "peak_bytes": step.peak_bytes,
-                    "sessions": step.sessions,
-                }
-                for ask, step in zip(self.asks, run.steps, strict=False)
-            ],
+            "steps": [{**ask.as_json(), **asdict(step)} for ask, step in steps],
         }
 
 
 def _difference(difference: Difference) -> dict[str, Any]:
-    numbers = difference.numbers
-    return {
-        **difference.ask.as_json(),
-        "tensor": difference.tensor,
-        "off": difference.off,
-        "on": difference.on,
-        "elements": None if numbers is None else numbers.elements,
-        "differing": None if numbers is None else numbers.differing,
-        "first": None if numbers is None else list(numbers.first),
-        "max_difference": None if numbers is None else numbers.max_difference,
-    }
+    names = {"tensor": difference.tensor, "off": difference.off, "on": difference.on}
+    unknown = dict.fromkeys(each.name for each in fields(Numbers))
+    numbers = unknown if difference.numbers is None else asdict(difference.numbers)
+    return {**difference.ask.as_json(), **names, **numbers}

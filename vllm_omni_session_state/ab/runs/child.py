@@ -15,17 +15,18 @@ import argparse
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_omni_session_state.ab.compare.comparison import file_of
-from vllm_omni_session_state.ab.compare.states import state_file, write_state
-from vllm_omni_session_state.ab.runs.event_channel import Report, end_with_reader, reporting
-from vllm_omni_session_state.ab.runs.outputs import save, tensors_of
+from vllm_omni_session_state.ab.compare.comparison import output_file, state_file
+from vllm_omni_session_state.ab.runs.outputs import save_outputs, save_state, tensors_of
+from vllm_omni_session_state.ab.runs.subprocess import Report, reporting
 from vllm_omni_session_state.ab.workload.cosmos3 import Clips
 from vllm_omni_session_state.ab.workload.dreamzero import Robots
 from vllm_omni_session_state.ab.workload.requests import (
+    CALLS,
     CHECKPOINTS,
     COSMOS3,
     DEFAULTS,
@@ -56,17 +57,11 @@ class RefusedError(ValueError):
 
 
 class Stage(NamedTuple):
-    """The stage of a deploy YAML that is looked at.
-
-    Attributes:
-        model: What it serves.
-        number: Its id.
-        extended: Whether its workers get a class of the user's own, and so none that looks at state.
-    """
+    """The stage of a deploy YAML that is looked at."""
 
     model: str
     number: int
-    extended: bool
+    extended: bool  # its workers get a class of the user's own, and so none that looks at state
 
 
 def served_in(path: str) -> Stage:
@@ -92,12 +87,7 @@ def served_in(path: str) -> Stage:
 
 
 def observations(model: str, asked: argparse.Namespace) -> Observations:
-    """What is sent to a model: a recording, or drawn.
-
-    Raises:
-        RefusedError: The recording is of another model.
-        DamagedFileError: It is damaged.
-    """
+    """What is sent to a model: drawn, or a recording, which may be damaged or of another model."""
     if asked.replay is not None:
         recording = Trace(asked.replay)
         if recording.model != model:
@@ -106,28 +96,19 @@ def observations(model: str, asked: argparse.Namespace) -> Observations:
             )
         return recording
     sessions, steps = DEFAULTS[model]
-    sessions, steps = asked.sessions or sessions, asked.steps or steps
-    if model == DREAMZERO:
-        return Robots(sessions=sessions, steps=steps, seed=asked.seed)
-    return Clips(sessions=sessions, steps=steps, seed=asked.seed)
+    drawn = Robots if model == DREAMZERO else Clips
+    return drawn(sessions=asked.sessions or sessions, steps=asked.steps or steps)
 
 
 class Served:
-    """A deployment that is served.
-
-    Args:
-        checkpoint: The model's name or folder.
-        deploy: The YAML.
-        stage: The stage of the model.
-    """
+    """A deployment that is served: a checkpoint's name or folder, a YAML, and the model's stage in it."""
 
     def __init__(self, checkpoint: str, deploy: str, *, stage: Stage) -> None:
         from vllm_omni.entrypoints.omni import Omni  # noqa: PLC0415 - vLLM-Omni, and only here
 
         self._stage = stage.number
-        ids = {
-            f"ab-{number}": f"session {number}" for number in range(MAX_SESSIONS, 0, -1)
-        }  # ab-12, then ab-1
+        # From the last on: "ab-1" begins "ab-12", too.
+        ids = {f"ab-{number}": f"session {number}" for number in range(MAX_SESSIONS, 0, -1)}
         self._names = {**{redacted_id(session): name for session, name in ids.items()}, **ids}
         self.looks = not stage.extended
         more = {"stage_overrides": {str(stage.number): {EXTENSION: LOOK}}} if self.looks else {}
@@ -138,11 +119,7 @@ class Served:
         self._omni.close()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the stage's workers by name.
-
-        Raises:
-            RuntimeError: They have none of that name, or it failed.
-        """
+        """Call a method of the stage's workers, or raise `RuntimeError` where it is none, or failed."""
         (answers,) = self._omni.engine.collective_rpc(
             method, args=args, timeout=RPC_TIMEOUT_S, stage_ids=[self._stage]
         )
@@ -153,21 +130,19 @@ class Served:
         return list(answers)
 
     def answer(self, ask: Request, arrays: Mapping[str, Any]) -> Any:
-        """Do what is asked for.
+        """Do what is asked for, or raise `RuntimeError` where vLLM-Omni refuses it."""
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - vLLM-Omni
 
-        Raises:
-            RuntimeError: vLLM-Omni refused it.
-        """
-        if ask.do in ("reset", "close"):
+        if ask.do in CALLS:
             return self.call(f"{ask.do}_ar_diffusion_session", ask.session_id)[0]
         prompt, sampling = (_step if ask.do == "step" else _generate)(ask, arrays)
-        (output,) = self._omni.generate(prompt, [sampling], use_tqdm=False)
+        (output,) = self._omni.generate(prompt, [OmniDiffusionSamplingParams(**sampling)], use_tqdm=False)
         if getattr(output, "error", None):
             raise RuntimeError(output.error)
         return output
 
     def state(self, ask: Request, *, last: bool) -> list[Any]:
-        """The state of an ask's session as each rank sees it; see `look.LookingWorker`."""
+        """The state of an ask's session as each rank sees it; see `worker_probe`."""
         return self._ranks("session_state_look", ask.session_id, last)
 
     def warned(self) -> list[str]:
@@ -178,24 +153,20 @@ class Served:
         return list(dict.fromkeys(map(self._named, said)))
 
     def sessions(self) -> dict[str, dict[str, int]] | None:
-        """Bytes by device of each session, over all ranks; by the id that was sent, or as a listing shows it.
-
-        ``None`` where nobody can look.
+        """Bytes by device of each session, over all ranks; ``None`` where nobody can look.
 
         Raises:
             RuntimeError: A rank could not say.
         """
         if not self.looks:
             return None
-        found: dict[str, dict[str, int]] = {}
+        found: dict[str, Counter[str]] = {}
         for rank in self._ranks("session_state_sizes"):
             if not rank["ok"]:
                 raise RuntimeError(f"rank {rank['rank']} cannot count its sessions: {rank['error']}")
             for session, sizes in rank["sizes"].items():
-                held = found.setdefault(self._named(session), {})
-                for device, nbytes in sizes.items():
-                    held[device] = held.get(device, 0) + nbytes
-        return found
+                found.setdefault(self._named(session), Counter()).update(sizes)
+        return dict(found)
 
     def _named(self, text: str) -> str:
         """A text with sessions named as the report names them, not as a listing or a log shows them."""
@@ -208,9 +179,7 @@ class Served:
         return [rank for answer in self.call(method, *args) for rank in answer["ranks"]]
 
 
-def _step(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - vLLM-Omni
-
+def _step(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     prompt = ask.words["prompt"]
     seen = {**arrays, "prompt": prompt, "session_id": ask.session_id}
     extra: dict[str, Any] = {"session_id": ask.session_id, "robot_obs": seen}
@@ -218,26 +187,22 @@ def _step(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
         extra["reset"] = True
     if ask.words.get("close"):
         extra["close_session"] = True
-    return prompt, OmniDiffusionSamplingParams(seed=ask.words["seed"], extra_args=extra)
+    return prompt, {"seed": ask.words["seed"], "extra_args": extra}
 
 
-def _generate(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-    from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # noqa: PLC0415 - vLLM-Omni
-
+def _generate(ask: Request, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     words = ask.words
     prompt: dict[str, Any] = {"prompt": words["prompt"], "negative_prompt": words["negative"]}
     if words["kind"] == "t2i":
         prompt["modalities"] = ["image"]
     if words["kind"] == "i2v":
         prompt["multi_modal_data"] = {"image": arrays["image"]}
-    return prompt, OmniDiffusionSamplingParams(
-        height=words["height"],
-        width=words["width"],
-        num_frames=words["frames"],
-        seed=words["seed"],
-        num_inference_steps=words["denoising"],
-        guidance_scale=words["guidance"],
-    )
+    return prompt, {
+        **{name: words[name] for name in ("height", "width", "seed")},
+        "num_frames": words["frames"],
+        "num_inference_steps": words["denoising"],
+        "guidance_scale": words["guidance"],
+    }
 
 
 def _pictures(ask: Request) -> str:
@@ -275,9 +240,9 @@ def serve(asked: argparse.Namespace, report: Report, *, flag: bool) -> None:
             except Exception as error:
                 raise RuntimeError(f"{ask.place}: {type(error).__name__}: {error}") from error
             seconds = time.monotonic() - begun
-            save(file_of(asked.out, ask.number), tensors_of(output, pictures=_pictures(ask)))
+            save_outputs(output_file(asked.out, ask.number), tensors_of(output, pictures=_pictures(ask)))
             if served.looks:
-                write_state(state_file(asked.out, ask.number), served.state(ask, last=ask.number in last))
+                save_state(state_file(asked.out, ask.number), served.state(ask, last=ask.number in last))
             report(
                 done=ask.number + 1,
                 seconds=seconds,
@@ -302,27 +267,20 @@ def _see_that_it_is_managed(served: Served) -> None:
     try:
         served.call("session_state_list")
     except RuntimeError as error:
-        why = (
-            "; ".join(served.warned())
-            or "`vllm-omni-session-state doctor`, or a WARNING in the log, says why"
-        )
+        hint = "`vllm-omni-session-state doctor`, or a WARNING in the log, says why"
+        why = "; ".join(served.warned()) or hint
         raise RefusedError(f"{ENV_FLAG}=1 did not turn the plugin on ({error}): {why}") from error
 
 
 def main() -> None:
     """Do what the command line says; a reported error is no exit status."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--deploy-config", required=True)
-    parser.add_argument("--model")
-    parser.add_argument("--sessions", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replay", type=Path)
-    parser.add_argument("--record", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    for name, kind in {"deploy-config": str, "model": str, "sessions": int, "steps": int}.items():
+        parser.add_argument(f"--{name}", type=kind)
+    for name in ("replay", "record", "out"):
+        parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("events", type=int, help="file descriptor")
     asked = parser.parse_args()
-    end_with_reader(asked.events)
     with reporting(asked.events) as report:
         export_key()  # the workers show sessions as this process does
         serve(asked, report, flag=os.environ.get(ENV_FLAG) == "1")

@@ -5,7 +5,9 @@ Texts, and what vLLM-Omni adds of itself (ids, times), are no outputs of a model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +18,42 @@ PARTS = ("images", "multimodal_output", "latents", "trajectory_latents", "trajec
 
 
 def tensors_of(output: Any, *, pictures: str = "images") -> dict[str, Any]:
-    """The tensors of one of vLLM-Omni's outputs.
+    """Torch's tensors, on the CPU and each with memory of its own, of an output or of a call's plain answer.
 
-    Args:
-        output: Its output, or the plain answer to a call, which is named ``answer``.
-        pictures: The name of what vLLM-Omni hands out as pictures: a video, a clip.
-
-    Returns:
-        Torch's tensors on the CPU by name, each with memory of its own.
+    The answer to a call is named ``answer``, and what vLLM-Omni hands out as pictures as ``pictures`` says.
     """
     parts = {name: getattr(output, name) for name in PARTS if hasattr(output, name)}
     named = {pictures: parts.pop("images", ()), **dict(parts.pop("multimodal_output", None) or {}), **parts}
     if not parts:
         named = {"answer": output}
-    seen: dict[int, str] = {}
+    seen: dict[int, Any] = {}  # kept, or another one could get the place of one that is gone
     found: dict[str, Any] = {}
     for name, value in walked(named, ""):
         if id(value) not in seen:  # vLLM-Omni hands some out under two names
-            seen[id(value)] = name
+            seen[id(value)] = value
             found[name] = _tensor(value)
     return found
 
 
-def save(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write tensors to a file that is whole as soon as it is there."""
+def save_outputs(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write tensors of torch's to a file."""
     from safetensors.torch import save_file  # noqa: PLC0415 - it imports torch
 
+    with _whole(path) as part:
+        save_file(dict(tensors), part)
+
+
+def save_state(path: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Write what each rank's worker said of a session to a file."""
+    with _whole(path) as part:
+        part.write_text(json.dumps(ranks) + "\n")
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that shall be whole as soon as it is there."""
     part = path.with_suffix(".part")
-    save_file(dict(tensors), part)
+    yield part
     part.rename(path)
 
 

@@ -1,8 +1,8 @@
-"""Starts a process and hands on the events that it reports, one JSON object a line, until it ends.
+"""A process that reports events to the one that started it: both ends of it.
 
-They come on a file descriptor of their own, since vLLM-Omni's log takes standard output. The last of them
-is ``end``, with ``error`` empty or in one line. Whatever happens, the process and those that it started are
-gone afterwards.
+Events are JSON objects, one a line, on a file descriptor of their own, since vLLM-Omni's log takes standard
+output. The last of them is ``end``, with ``error`` empty or in one line. Whatever happens, the process and
+those that it started are gone afterwards.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ SILENCE_S = 240.0
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Variables that say how many threads compute: one and two give different bits."""
 
+Report = Callable[..., None]
+"""Reports one event: its keyword arguments."""
+
 _TICK_S = 0.2
 
 
@@ -34,11 +39,7 @@ class CouldNotRunError(Exception):
 
 
 def settings(*, flag: bool | None) -> dict[str, str]:
-    """The environment of a process: this one's, with nothing but the flag set, and threads pinned.
-
-    Args:
-        flag: What is set; ``None`` leaves it out.
-    """
+    """The environment of a process: this one's, but the flag set or left out, and threads pinned."""
     threads = os.environ.get(THREADS[0]) or "1"
     kept = {name: value for name, value in os.environ.items() if name != FLAG}
     pinned = {**dict.fromkeys(THREADS, threads), "PYTHONUNBUFFERED": "1"}
@@ -50,11 +51,7 @@ def run_job(
 ) -> Iterator[dict[str, Any]]:
     """Run a process and yield its events, with an empty one about five times a second between them.
 
-    Args:
-        command: What is run; the number of the file descriptor for its events is added as last argument.
-        environment: All of it.
-        log: Where its standard output and error are added.
-        silence_s: Seconds without an event after which it is given up; ``None``: `SILENCE_S`.
+    The number of the file descriptor for events is added to the command; output and errors to the log.
 
     Raises:
         CouldNotRunError: It reported an error, died, or fell silent.
@@ -79,27 +76,27 @@ def run_job(
 
 def _events(events: Any, process: subprocess.Popen[bytes], silence_s: float) -> Iterator[dict[str, Any]]:
     heard, rest = time.monotonic(), b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(events, selectors.EVENT_READ)
-        while True:
-            status = process.poll()  # asked before reading: what a dead process wrote is still read
-            if selector.select(_TICK_S):
-                heard = time.monotonic()
-                *lines, rest = (rest + (chunk := events.read(1 << 16))).split(b"\n")
-                for event in map(json.loads, lines):
-                    if event.get("error"):
-                        raise CouldNotRunError(event["error"])
-                    yield event
-                    if "end" in event:
-                        return
-                if chunk:
-                    continue
-                time.sleep(_TICK_S)
-            if status is not None:
-                raise CouldNotRunError(f"its process ended early with {_ended(status)}")
-            if time.monotonic() - heard > silence_s:
-                raise CouldNotRunError(f"its process reported nothing for {silence_s:.0f} s")
-            yield {}
+    waiting = select.poll()
+    waiting.register(events, select.POLLIN)
+    while True:
+        status = process.poll()  # asked before reading: what a dead process wrote is still read
+        if waiting.poll(1000 * _TICK_S):
+            heard = time.monotonic()
+            *lines, rest = (rest + (chunk := events.read(1 << 16))).split(b"\n")
+            for event in map(json.loads, lines):
+                if event.get("error"):
+                    raise CouldNotRunError(event["error"])
+                yield event
+                if "end" in event:
+                    return
+            if chunk:
+                continue
+            time.sleep(_TICK_S)
+        if status is not None:
+            raise CouldNotRunError(f"its process ended early with {_ended(status)}")
+        if time.monotonic() - heard > silence_s:
+            raise CouldNotRunError(f"its process reported nothing for {silence_s:.0f} s")
+        yield {}
 
 
 def _ended(status: int) -> str:
@@ -120,3 +117,36 @@ def _gone_afterwards(process: subprocess.Popen[bytes]) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def reporting(descriptor: int) -> Iterator[Report]:
+    """In the process: report for as long as the context lasts, and last that it ended, with what it raised.
+
+    When nobody reads any more, as when its parent was killed, it and all that it started end at once: it
+    would hold a device, and load for long. Only for a process that `run_job` started, which leads a group.
+
+    Args:
+        descriptor: From `run_job`. It is closed; the processes that this one starts do not get it.
+    """
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_end_with_reader, args=(descriptor,), daemon=True).start()
+    with os.fdopen(descriptor, "w", buffering=1) as events:
+
+        def report(**event: Any) -> None:
+            events.write(json.dumps(event) + "\n")
+
+        error = ""
+        try:
+            yield report
+        except BaseException as failure:  # noqa: BLE001 - whatever it is, the parent shall say it
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {' '.join(str(failure).split()) or 'without a word'}"
+        report(end=True, error=error)
+
+
+def _end_with_reader(descriptor: int) -> None:
+    waiting = select.poll()
+    waiting.register(descriptor, 0)  # of the end that writes: an error is that nobody reads
+    waiting.poll()
+    os.killpg(os.getpid(), signal.SIGKILL)

@@ -66,14 +66,9 @@ class ProbedWorker:
     def session_state_look(self, key: str, last: bool) -> dict[str, Any]:  # noqa: FBT001 - by position
         """A session as it is between two steps; looking refreshes nobody, and restores nobody.
 
-        Args:
-            key: Its id.
-            last: What comes next ends it, or begins anew: look at all chunks of its video, not at the newest
-                alone, and see next time whether it has let go of everything.
-
-        Returns:
-            As `rpc.on_every_rank` says; each rank has ``values``, by name, empty where there is no such
-            session, and ``parked``: then nothing of it was looked at.
+        Each rank has ``values`` by name, empty where there is no such session, and ``parked``: then nothing
+        was looked at. If what comes next ends it, or begins anew, ``last`` looks at all chunks of its video,
+        not at the newest alone, and sees next time whether it has let go of everything.
         """
 
         def look() -> dict[str, Any]:
@@ -87,9 +82,8 @@ class ProbedWorker:
     def session_state_sizes(self) -> dict[str, Any]:
         """Bytes of the model's state, without the engine's KV, counted alike in both runs.
 
-        Returns:
-            As above; each rank has ``sizes``: of each session, as a listing shows it, bytes by device, and
-            of a parked one what it takes in its tier.
+        Each rank has ``sizes``: of each session, as a listing shows it, bytes by device, and of a parked one
+        what it takes in its tier.
         """
 
         def sizes() -> dict[str, Any]:

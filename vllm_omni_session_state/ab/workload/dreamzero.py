@@ -27,17 +27,11 @@ class Robots:
     A window of attention is full after some steps of one prompt, and the model resets it by itself; besides
     that, one robot is closed early, goes on and changes its prompt later, one resets with a step, and one,
     late, by a call to begin something new: until then it has more frames than the model reads.
-
-    Args:
-        sessions: How many.
-        steps: Of each.
-        seed: Two of one seed send the same.
     """
 
     model = DREAMZERO
 
-    def __init__(self, *, sessions: int, steps: int, seed: int = 0) -> None:
-        self._seed = seed
+    def __init__(self, *, sessions: int, steps: int) -> None:
         first, second, last = 1, min(2, sessions), sessions
         asked: list[tuple[int, str, dict[str, Any]]] = []
         for turn in range(steps):
@@ -47,27 +41,21 @@ class Robots:
                 asked.append((first, "reset", {}))
             for session in range(1, sessions + 1):
                 changed = session == second and turn >= max(1, steps // 2)
-                prompt = _PROMPTS[(session - 1) % len(_PROMPTS)]
-                words: dict[str, Any] = {
-                    "prompt": "close the drawer" if changed else prompt,
-                    "seed": len(asked),
-                }
+                prompt = "close the drawer" if changed else _PROMPTS[(session - 1) % len(_PROMPTS)]
+                words: dict[str, Any] = {"prompt": prompt, "seed": len(asked)}
                 if session == last and turn and turn == steps // 2:
                     words["reset"] = True
                 if session == last and turn == steps - 1:
                     words["close"] = True
                 asked.append((session, "step", words))
         self.asks = numbered(asked)
-        steps_of = [ask for ask in self.asks if ask.do == "step"]
-        seen: dict[int, int] = {}
-        self._first = {seen.setdefault(ask.session, ask.number) for ask in steps_of}
 
     def arrays(self, ask: Request) -> dict[str, Any]:
         """What a robot sees and where its joints are; nothing goes with a reset or a close."""
         if ask.do != "step":
             return {}
-        rng = np.random.default_rng((self._seed, ask.number))
-        shape = (*CAMERA, 3) if ask.number in self._first else (CHUNK, *CAMERA, 3)
+        rng = np.random.default_rng((0, ask.number))
+        shape = (*CAMERA, 3) if ask.step == 1 else (CHUNK, *CAMERA, 3)
         return {
             **{f"observation/{view}": rng.integers(0, 256, shape, dtype=np.uint8) for view in VIEWS},
             "observation/joint_position": rng.normal(size=7).astype(np.float32),

@@ -14,7 +14,10 @@ DREAMZERO, COSMOS3 = "DreamZero", "Cosmos3"
 CHECKPOINTS = {DREAMZERO: "GEAR-Dreams/DreamZero-DROID", COSMOS3: "nvidia/Cosmos3-Nano"}
 """Model -> the checkpoint that is served if none is named."""
 
-DOES = {DREAMZERO: ("step", "reset", "close"), COSMOS3: ("generate",)}
+CALLS = ("reset", "close")
+"""What is asked for by a call, and is no step."""
+
+DOES = {DREAMZERO: ("step", *CALLS), COSMOS3: ("generate",)}
 """Model -> what its clients can ask for."""
 
 MAX_SESSIONS, MAX_STEPS = 64, 1000
@@ -24,21 +27,13 @@ DEFAULTS = {DREAMZERO: (3, 12), COSMOS3: (2, 6)}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One thing that a client asks for.
+    """One thing that a client asks for."""
 
-    Attributes:
-        number: Its place among all asks, from 0.
-        session: The client's, from 1.
-        step: Its place among this session's asks, from 1.
-        do: One of the model's `DOES`.
-        words: What is asked for, as JSON has it.
-    """
-
-    number: int
-    session: int
-    step: int
-    do: str
-    words: Mapping[str, Any]
+    number: int  # among all asks, from 0
+    session: int  # from 1
+    step: int  # among this session's asks, from 1
+    do: str  # one of the model's `DOES`
+    words: Mapping[str, Any]  # what is asked for, as JSON has it
 
     @property
     def session_id(self) -> str:
@@ -71,12 +66,7 @@ class Request:
 
 
 class Observations(Protocol):
-    """All that is sent in a run: the same each time that it is asked for.
-
-    Attributes:
-        model: One of `DREAMZERO` and `COSMOS3`.
-        asks: In order.
-    """
+    """All that is sent in a run to one of the models: the same each time that it is asked for."""
 
     model: str
     asks: tuple[Request, ...]

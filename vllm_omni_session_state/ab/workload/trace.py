@@ -6,39 +6,37 @@ positions, so no id is in it; prompts and pictures are. It is checked as a stran
 
 from __future__ import annotations
 
+import json
 import math
+import mmap
 import re
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
-from vllm_omni_session_state.ab.compare.tensor_file import NAMES, Kind, TensorFile, write_tensors
+from vllm_omni_session_state.ab.compare.tensor_file import Kind, TensorFile
 from vllm_omni_session_state.ab.workload.cosmos3 import KINDS
 from vllm_omni_session_state.ab.workload.requests import DOES, MAX_SESSIONS, Observations, Request, numbered
 
 FORMAT = 1
 MAX_ASKS = 1_000_000
+DOCUMENT = "vllm_omni_session_state"
+"""Key of the file's metadata under which the document stands, as JSON."""
 
-_DTYPES = {name: dtype for name, dtype in NAMES.items() if name not in ("BF16", "F8_E4M3", "F8_E5M2", "C64")}
+_DTYPES = {"BOOL", "F16", "F32", "F64", *(f"{sign}{bits}" for sign in "UI" for bits in (8, 16, 32, 64))}
 """Those that NumPy has, and JSON's clients send."""
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _WORDS: dict[str, dict[str, type]] = {
     "step": {"prompt": str, "seed": int, "reset": bool, "close": bool},
     "reset": {},
     "close": {},
     "generate": {
-        "kind": str,
-        "prompt": str,
-        "negative": str,
+        **dict.fromkeys(("kind", "prompt", "negative"), str),
         "guidance": float,
-        "seed": int,
-        "frames": int,
-        "height": int,
-        "width": int,
-        "denoising": int,
+        **dict.fromkeys(("seed", "frames", "height", "width", "denoising"), int),
     },
 }
 """What an ask does -> its words, each with its type."""
@@ -54,30 +52,24 @@ def write_recording(path: Path, observations: Observations) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    kinds = {
-        f"{ask.number}/{name}": Kind(_NAMES[str(array.dtype)], array.shape)
-        for ask in observations.asks
-        for name, array in observations.arrays(ask).items()
-    }
-    document = {
-        "format": FORMAT,
-        "model": observations.model,
-        "asks": [{"session": ask.session, "do": ask.do, **ask.words} for ask in observations.asks],
-    }
-    write_tensors(path, document, kinds, _contents(observations))
-
-
-def _contents(observations: Observations) -> Iterator[bytes]:
-    for ask in observations.asks:
-        for array in observations.arrays(ask).values():
-            yield array.tobytes()
+    asks = [{"session": ask.session, "do": ask.do, **ask.words} for ask in observations.asks]
+    document = {"format": FORMAT, "model": observations.model, "asks": asks}
+    path.touch(mode=0o600)  # prompts and pictures are in it
+    with tempfile.TemporaryFile(dir=path.parent) as spool:
+        places: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]] = {}
+        for ask in observations.asks:
+            for name, array in observations.arrays(ask).items():
+                places[f"{ask.number}/{name}"] = array.shape, array.dtype, spool.tell()
+                spool.write(array.tobytes())
+        spool.write(b"\0")  # an empty file cannot be mapped
+        spool.flush()
+        mapped = mmap.mmap(spool.fileno(), 0, prot=mmap.PROT_READ)
+        arrays = {name: np.ndarray(shape, dtype, mapped, at) for name, (shape, dtype, at) in places.items()}
+        save_file(arrays, path, metadata={DOCUMENT: json.dumps(document)})
 
 
 class Trace:
     """What a file says was sent; it is `Observations`.
-
-    Args:
-        path: The file.
 
     Raises:
         DamagedFileError: It is no recording, or is damaged; so for `arrays`, if it has changed since.
@@ -86,7 +78,7 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self._file = TensorFile(path)
-        document = self._file.document()
+        document = self._document()
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise self._file.damaged(f"it is no recording of format {FORMAT}")
         model, asks = document.get("model"), document.get("asks")
@@ -96,25 +88,30 @@ class Trace:
         if not isinstance(asks, list) or not 0 < len(asks) <= MAX_ASKS:
             raise self._file.damaged("nothing is asked for in it")
         self.asks = numbered([self._read(number, ask) for number, ask in enumerate(asks)])
-        self._names: dict[int, list[str]] = {}
-        for name, kind in self._file.kinds.items():
-            number, slash, _ = name.partition("/")
+        self._names: dict[int, dict[str, str]] = {}
+        for full, kind in self._file.kinds.items():
+            number, slash, name = full.partition("/")
             if not slash or not _NUMBER.fullmatch(number) or int(number) >= len(asks):
-                raise self._file.damaged(f"array {name!r} belongs to no ask: {len(asks)} are in it")
+                raise self._file.damaged(f"array {full!r} belongs to no ask: {len(asks)} are in it")
             if kind.dtype not in _DTYPES:
-                raise self._file.damaged(f"array {name!r} is of {kind.dtype}, which NumPy has not")
-            self._names.setdefault(int(number), []).append(name)
+                raise self._file.damaged(f"array {full!r} is of {kind.dtype}, which NumPy has not")
+            self._names.setdefault(int(number), {})[name] = full
         for ask in self.asks:
             self._judge_arrays(ask)
 
     def arrays(self, ask: Request) -> dict[str, Any]:
         """See `Observations`."""
-        found = {}
-        for name in self._names.get(ask.number, ()):
-            kind = self._file.kinds[name]
-            flat = np.frombuffer(bytearray(self._file.content(name)), _DTYPES[kind.dtype])
-            found[name.partition("/")[2]] = flat.reshape(kind.shape)
-        return found
+        names = self._names.get(ask.number, {})
+        return dict(zip(names, self._file.tensors(names.values()), strict=True))
+
+    def _document(self) -> Any:
+        text = self._file.metadata.get(DOCUMENT)
+        if text is None:
+            raise self._file.damaged(f"there is no document {DOCUMENT!r} in its metadata")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._file.damaged(f"the document {DOCUMENT!r} in its metadata is no JSON") from error
 
     def _read(self, number: int, ask: Any) -> tuple[int, str, dict[str, Any]]:
         if not isinstance(ask, dict):
@@ -136,17 +133,15 @@ class Trace:
         return session, do, words
 
     def _judge_arrays(self, ask: Request) -> None:
-        given = {name.partition("/")[2]: self._file.kinds[name] for name in self._names.get(ask.number, ())}
+        given = {name: self._file.kinds[full] for name, full in self._names.get(ask.number, {}).items()}
         if ask.do == "step" and not given:
             raise self._file.damaged(f"nothing is seen with ask {ask.number}, a step")
         if ask.do == "generate":
-            wanted = {"image"} if ask.words["kind"] == "i2v" else set()
-            if set(given) != wanted:
-                raise self._file.damaged(
-                    f"ask {ask.number} comes with arrays {sorted(given)}, not {sorted(wanted)}"
-                )
-            shape = given["image"].shape if wanted else (1, 1, 3)
-            if len(shape) != 3 or shape[2] != 3 or (wanted and given["image"].dtype != "U8"):
+            wanted = ["image"] if ask.words["kind"] == "i2v" else []
+            if list(given) != wanted:
+                raise self._file.damaged(f"ask {ask.number} comes with arrays {sorted(given)}, not {wanted}")
+            dtype, shape = given.get("image", Kind("U8", (1, 1, 3)))
+            if dtype != "U8" or len(shape) != 3 or shape[2] != 3:
                 raise self._file.damaged(f"the image of ask {ask.number} is not of U8 (height, width, 3)")
 
 

@@ -22,7 +22,6 @@ from omni_tiny.demo.face import say_equality, say_left
 from omni_tiny.demo.scenarios import SCENARIOS
 from omni_tiny.demo.tables import SHOW
 from omni_tiny.demo.verdict import Served, check_runs, differences, left_behind
-from vllm_omni_session_state.ab.runs.estimate import Estimate, Phase
 from vllm_omni_session_state.ab.runs.progress import ProgressView
 from vllm_omni_session_state.ab.runs.subprocess import FLAG, THREADS, CouldNotRunError, run_job, settings
 
@@ -35,15 +34,15 @@ WRITING = "writing random weights"
 _AROUND_S = {child.LOADING: 20.0, child.STOPPING: 5.0}
 
 
-def course(scenarios: Iterable[Scenario]) -> Estimate:
-    """What a demo takes."""
-    served = [
-        Phase(f"{scenario.model}, flag {word}: {name}", _AROUND_S.get(name, scenario.seconds))
+def phases(scenarios: Iterable[Scenario]) -> dict[str, float]:
+    """What a demo does -> seconds that it takes."""
+    served = {
+        f"{scenario.model}, flag {word}: {name}": _AROUND_S.get(name, scenario.seconds)
         for scenario in scenarios
         for word in ("off", "on")
         for name in (child.LOADING, child.SERVING, child.STOPPING)
-    ]
-    return Estimate([Phase(WRITING, 12.0), *served])
+    }
+    return {WRITING: 12.0, **served}
 
 
 def job(name: str, scenarios: Iterable[str], folder: Path) -> list[str]:
@@ -83,7 +82,7 @@ def serve_twice(name: str, scenario: Scenario, folder: Path, log: Path, watch: P
 def run(scenarios: dict[str, Scenario], folder: Path, log: Path, console: Console) -> bool:
     """Write the checkpoints, serve each scenario twice, show what came out; returns whether all is well."""
     results = {}
-    with ProgressView(console, course(scenarios.values())).shown() as watch:
+    with ProgressView(console, phases(scenarios.values())).shown() as watch:
         watch.begin()
         for _ in run_job(job("write", scenarios, folder), environment=environment(flag=None), log=log):
             watch.tick()

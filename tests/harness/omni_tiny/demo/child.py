@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_tiny.demo.scenarios import SCENARIOS
-from vllm_omni_session_state.ab.runs.event_channel import end_with_reader, reporting
+from vllm_omni_session_state.ab.runs.subprocess import reporting
 
 if TYPE_CHECKING:
     from omni_tiny.demo.scenarios import Scenario
-    from vllm_omni_session_state.ab.runs.event_channel import Report
+    from vllm_omni_session_state.ab.runs.subprocess import Report
 
 LOADING, SERVING, STOPPING = "loading", "serving", "stopping"
 """Phases of a served run."""
@@ -52,7 +52,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("events", type=int, help="file descriptor")
     arguments = parser.parse_args()
-    end_with_reader(arguments.events)
     with reporting(arguments.events) as report:
         for name in arguments.scenarios:
             scenario, folder = SCENARIOS[name](), arguments.folder / name
