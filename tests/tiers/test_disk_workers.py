@@ -12,7 +12,7 @@ from files import SESSION, document, final_files, names, same, storages
 from profiles import LONG, count
 
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.file_format import read_file
 
 HELD = 4
 

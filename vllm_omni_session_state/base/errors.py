@@ -295,7 +295,7 @@ class NotWritableError(SessionStateError, TypeError):
         self.why = why
         super().__init__(
             f"{path or 'the session'} ({kind}) cannot be written to a file: {why}. Keep plain values there, "
-            "or let the model's adapter register the type with skeleton.register_kind()"
+            "or let the model's adapter register the type with offload.registered.register_kind()"
         )
 
 
