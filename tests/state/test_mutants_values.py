@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 
 from vllm_omni_session_state.accounting.reach import Reach
 from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.offload import file_format, memory, pack, parking, retained, survey, unpack
+from vllm_omni_session_state.offload import copy as offload_copy
+from vllm_omni_session_state.offload import memory, pack, parking, retained, survey, unpack
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
@@ -221,12 +223,8 @@ def what_stays_is_not_said():
 
 
 def an_array_is_let_go_whoever_holds_it():
-    real = retained.weakly
-    return mock.patch.object(
-        retained,
-        "weakly",
-        lambda memory: real(memory) if isinstance(memory, torch.UntypedStorage) else lambda: None,
-    )
+    nobody = mock.Mock(return_value=None)
+    return mock.patch.object(memory, "weakref", SimpleNamespace(ref=lambda _: nobody))
 
 
 def the_writer_refers_to_itself():
@@ -260,16 +258,17 @@ def a_file_is_read_into_memory_that_is_not_torchs_own():
     def host_memory(nbytes):
         return torch.frombuffer(bytearray(max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
-    return mock.patch.object(file_format, "host_memory", host_memory)
+    return mock.patch.object(offload_copy, "host_memory", host_memory)
 
 
 def a_file_is_written_through_numpy():
     def memory_of(owner):
         if isinstance(owner, torch.UntypedStorage):
             return torch.empty(0, dtype=torch.uint8).set_(owner).numpy()
-        return memory.memory_of(owner)
+        return real(owner)
 
-    return mock.patch.object(file_format, "memory_of", memory_of)
+    real = memory.memory_of
+    return mock.patch.object(memory, "memory_of", memory_of)
 
 
 CAUGHT_BY = {

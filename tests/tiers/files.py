@@ -16,6 +16,7 @@ from vllm_omni_session_state.base.ids import fingerprint
 from vllm_omni_session_state.offload import file_format, schema
 from vllm_omni_session_state.offload.file_format import Manifest
 from vllm_omni_session_state.offload.file_system import close_folder
+from vllm_omni_session_state.offload.memory import views_of
 
 SESSION = fingerprint("robot").hex()
 
@@ -34,7 +35,7 @@ def document(number=0):
 
 def file_of(path, tree, wanted):
     """A file of any JSON in its values' place, under checksums that are right."""
-    views = [file_format.view(storage) for storage in wanted]
+    views = views_of(wanted)
     sizes, sums = [view.nbytes for view in views], [zlib.crc32(view) for view in views]
     manifest = json.dumps({"session": SESSION, "sizes": sizes, "checksums": sums, "tree": tree})
     path.write_bytes(summed(manifest, sizes) + b"".join(views))

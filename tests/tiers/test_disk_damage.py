@@ -242,7 +242,7 @@ def test_a_file_of_another_length_than_its_sizes_say_is_refused_before_any_memor
     }
     path = tmp_path / "x"
     path.write_bytes(summed(json.dumps(told), sizes) + bytes(16))
-    monkeypatch.setattr(file_format, "host_memory", pytest.fail)
+    monkeypatch.setattr(file_format, "host_storages", pytest.fail)
     with pytest.raises(BadFileError, match=r"bytes where \d+ should be"):
         read_file(path)
 

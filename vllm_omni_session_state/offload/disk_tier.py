@@ -21,7 +21,7 @@ from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.offload import file_format
 from vllm_omni_session_state.offload.file_format import PART, SUFFIX, Contents
 from vllm_omni_session_state.offload.file_system import System
-from vllm_omni_session_state.offload.memory import Memory
+from vllm_omni_session_state.offload.memory import Memory, views_of
 from vllm_omni_session_state.offload.read_ahead import ReadAhead
 from vllm_omni_session_state.offload.schema import Tree
 from vllm_omni_session_state.offload.worker_dir import WorkerDir
@@ -117,9 +117,9 @@ class DiskTier:
             TierFaultError: If it cannot be written. After either, nothing has changed.
         """
         self._refuse_strangers("write a parked session")
-        views = [file_format.view(piece) for piece in pieces]
+        views = views_of(pieces)
         head, checksum = file_format.compose(tree, views, session=session)
-        wanted = len(head) + sum(view.nbytes for view in views)
+        wanted = len(head) + sum([view.nbytes for view in views])
         with self._lock:
             if wanted > self.room + overdraft:
                 raise TierFullError("disk", wanted=wanted, room=max(0, self.room), setting="disk.budget")

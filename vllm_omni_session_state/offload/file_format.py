@@ -26,9 +26,9 @@ import torch
 from msgspec import Meta, Struct, field
 
 from vllm_omni_session_state.base.errors import BadFileError, TierFaultError
-from vllm_omni_session_state.offload.copy import host_memory
+from vllm_omni_session_state.offload.copy import host_storages
 from vllm_omni_session_state.offload.file_system import System, close_quietly, trying
-from vllm_omni_session_state.offload.memory import Memory, memory_of
+from vllm_omni_session_state.offload.memory import views_of
 from vllm_omni_session_state.offload.schema import Count, Tree
 
 SUFFIX = ".safetensors"
@@ -202,12 +202,8 @@ def _read(fd: int, *, file: str) -> Contents:
     _read_all(fd, [memoryview(head)[_PREFIX:]], file=file)
     checksum = bytes(head[_AT : _AT + len(_ZEROS)]).decode("latin-1")
     manifest = _parse(bytes(head), status.st_size, checksum, file=file)
-    try:
-        storages = [host_memory(size).untyped_storage() for size in manifest.sizes]
-    except RuntimeError as error:
-        raise MemoryError(f"no host memory for the {sum(manifest.sizes)} bytes of {file}: {error}") from error
-    views = [view(storage) for storage in storages]
-    _read_all(fd, views, file=file, checksums=manifest.checksums)
+    storages = host_storages(manifest.sizes)
+    _read_all(fd, views_of(storages), file=file, checksums=manifest.checksums)
     return Contents(manifest, checksum, storages)
 
 
@@ -232,14 +228,6 @@ def _parse(head: bytes, file_nbytes: int, checksum: str, *, file: str) -> Manife
     if why:
         raise BadFileError(f"its header is of another kind: {why}", file=file)
     return manifest
-
-
-def view(memory: Memory | torch.Tensor) -> memoryview:
-    """The bytes of memory of the host, or of a contiguous uint8 tensor there; by reference."""
-    if isinstance(memory, torch.Tensor):
-        start = int(memory.storage_offset())
-        return memory_of(memory.untyped_storage())[start : start + memory.nbytes].data
-    return memory_of(memory).data
 
 
 def _write_all(fd: int, pieces: Sequence[memoryview], *, file: str) -> None:

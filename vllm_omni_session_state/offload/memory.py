@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import mul
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,13 +84,31 @@ def bytes_of(tensor: torch.Tensor) -> Array:
     return memory_of(whole.untyped_storage())[start : start + whole.nbytes]
 
 
-def weakly(memory: Memory) -> Callable[[], Memory | None]:
-    """A way to get a storage or an array back if, by then, somebody else holds it."""
-    if not isinstance(memory, torch.UntypedStorage):
-        return weakref.ref(memory)
-    reference = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+def views_of(pieces: Iterable[Memory | torch.Tensor]) -> list[memoryview]:
+    """The bytes of memory of the host, and of contiguous uint8 tensors there; by reference."""
+    views = []
+    for piece in pieces:
+        if isinstance(piece, torch.Tensor):
+            start = int(piece.storage_offset())
+            views.append(memory_of(piece.untyped_storage())[start : start + piece.nbytes].data)
+        else:
+            views.append(memory_of(piece).data)
+    return views
+
+
+def let_go(memory: dict[int, Memory]) -> dict[int, Memory]:
+    """Empty a dict of memory; returns what of it somebody else still holds."""
+    weak: dict[int, Any] = {
+        number: weakref.ref(each) if isinstance(each, np.ndarray) else StorageWeakRef(each)  # type: ignore[no-untyped-call]
+        for number, each in memory.items()
+    }
+    memory.clear()
     again = torch.UntypedStorage._new_with_weak_ptr  # noqa: SLF001 - the only way
-    return lambda: cast("torch.UntypedStorage | None", again(reference.cdata))
+    held = {
+        number: again(each.cdata) if isinstance(each, StorageWeakRef) else each()
+        for number, each in weak.items()
+    }
+    return {number: each for number, each in held.items() if each is not None}
 
 
 def elements_end(offset: int, size: Sequence[int], stride: Sequence[int]) -> int:

@@ -105,7 +105,8 @@ def pack_whole(
     """
     known = _Known(first, live)
     packed = _Walk(known, base=base).run(tree)
-    for each in reach(known.registered).objects if known.registered else ():
+    reached = reach(known.registered).objects if known.registered else {}
+    for each in known.live.keys() & reached.keys():
         known.refuse_live(each)
     return Packed(packed, known.owners, [], frozenset())
 
@@ -130,10 +131,9 @@ class _Known:
         self._spans: list[Span] = []
 
     def refuse_live(self, identity: int) -> None:
-        """Raise if this is the container of a buffer."""
-        if identity in self.live:
-            why = "something else in the session refers to its container, of which a file makes another"
-            raise NotWritableError(f"objects.{self.live[identity]}", "a buffer", why=why)
+        """Raise, as this is the container of a buffer."""
+        why = "something else in the session refers to its container, of which a file makes another"
+        raise NotWritableError(f"objects.{self.live[identity]}", "a buffer", why=why)
 
     def number(self, device: str, start: int, nbytes: int, owner: Memory) -> int | None:
         """The number of the storage that holds this memory; ``None`` if it lies partly in another's."""
@@ -210,6 +210,8 @@ class _Walk:
 
     def _part(self, value: Any) -> Part:
         kind = type(value)
+        if kind is str and value.isascii():
+            return value  # type: ignore[no-any-return]
         if kind in SCALARS and (kind is not torch.dtype or self._keep is not None):
             return SCALARS[kind](value)
         if self._keep is None and (kind is torch.dtype or isinstance(value, np.generic)):
@@ -241,7 +243,8 @@ class _Walk:
         if self._keep is None:
             if kind is not tuple and self.known.table_of.setdefault(id(value), self._table) != self._table:
                 raise self._refusal(value, "a registered value shares it with the rest of the session")
-            self.known.refuse_live(id(value))
+            if id(value) in self.known.live:
+                self.known.refuse_live(id(value))
         if kind is torch.Tensor:
             return self._tensor(value)
         if kind in _SEQUENCES:

@@ -246,7 +246,7 @@ def _file(
     ticket = disk.put(packed.tree, pieces, session=fingerprint(session.key).hex(), overdraft=overdraft)
     parked: Parked | None = None
     try:
-        filed = DiskLocation(ticket, (*devices, *[_device_of(memory) for memory in packed.memory]))
+        filed = DiskLocation(ticket, (*devices, *_devices_of(packed.memory)))
         names = names_of(packed.tree)
         watched = {**gone.alive, **dict(enumerate(packed.memory, len(parts)))}
         host = frozenset(index for index in watched if names[index] <= on_host)
@@ -315,12 +315,16 @@ def restore(parked: Parked, host: HostTier | None, disk: DiskTier | None) -> Par
     return part
 
 
-def _device_of(memory: Memory) -> torch.device:
-    return memory.device if isinstance(memory, torch.UntypedStorage) else torch.device("cpu")
+def _devices_of(memory: Sequence[Memory]) -> list[torch.device]:
+    host = torch.device("cpu")
+    return [each.device if isinstance(each, torch.UntypedStorage) else host for each in memory]
 
 
 def _readable(memory: Sequence[Memory]) -> list[Memory | torch.Tensor]:
     """Memory that a file can be written from; what is not in host memory is copied there."""
     away = [each for each in memory if isinstance(each, torch.UntypedStorage) and each.device.type != "cpu"]
     copies = iter(allocation_of(away).parts() if away else ())
-    return [next(copies) if _device_of(each).type != "cpu" else each for each in memory]
+    return [
+        each if device.type == "cpu" else next(copies)
+        for each, device in zip(memory, _devices_of(memory), strict=True)
+    ]

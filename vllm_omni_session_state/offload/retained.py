@@ -9,7 +9,7 @@ from typing import Any
 from vllm_omni_session_state.accounting.footprint import footprint
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.offload import schema
-from vllm_omni_session_state.offload.memory import Memory, weakly
+from vllm_omni_session_state.offload.memory import Memory, let_go
 from vllm_omni_session_state.offload.pack import Kept, type_name
 
 
@@ -39,9 +39,7 @@ def names_of(tree: schema.Tree) -> dict[int, set[str]]:
 
 def still_there(watched: dict[int, Memory], names: dict[int, set[str]]) -> dict[int, Memory]:
     """Let go of memory, and take back what is still there; ``names`` are those of its values."""
-    back = {index: weakly(memory) for index, memory in watched.items()}
-    watched.clear()
-    alive = {index: memory for index, again in back.items() if (memory := again()) is not None}
+    alive = let_go(watched)
     for name in sorted({name for index in alive for name in names[index]}):
         log_once(
             logging.WARNING,

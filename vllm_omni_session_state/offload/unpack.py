@@ -23,7 +23,7 @@ from vllm_omni_session_state.offload import schema
 from vllm_omni_session_state.offload.memory import Array, memory_of
 from vllm_omni_session_state.offload.pack import Packed
 from vllm_omni_session_state.offload.registered import MOST_DEEP, registered
-from vllm_omni_session_state.offload.schema import Part, Tree
+from vllm_omni_session_state.offload.schema import READERS, Part, Tree
 
 KEY_WEIGHT = 1000
 """Values that a dict's key may consist of: hashing is recursive, and so is what it costs."""
@@ -189,7 +189,7 @@ class _Unpacking:
 
 
 def _part(part: Part, built: Sequence[Any]) -> Any:
-    return built[part] if type(part) is int else schema.value_of(part)
+    return built[part] if type(part) is int else READERS[type(part)](part) if type(part) in READERS else part
 
 
 def _build_tuples(nodes: Sequence[Any], built: list[Any]) -> dict[int, int]:
