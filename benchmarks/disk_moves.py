@@ -104,22 +104,18 @@ class Ours:
 
     def park(self) -> None:
         """Take the session apart, write it, and let its tensors go."""
-        from vllm_omni_session_state.offload import tree_spec
-        from vllm_omni_session_state.offload.pack import pack
+        from vllm_omni_session_state.offload.pack import pack_whole
 
-        packed = pack({"map": self.tensors})
-        written = tree_spec.write(packed.skeleton, packed.storages)
-        self._ticket = self.tier.put(written.document, [*packed.storages, *written.extra], session="00" * 16)
+        packed = pack_whole({"map": self.tensors})
+        self._ticket = self.tier.put(packed.tree, packed.memory, session="00" * 16)
         self.tensors = []
 
     def restore(self) -> None:
         """Read the file, verify it, and put the session together; the file stays."""
-        from vllm_omni_session_state.offload import decode
-        from vllm_omni_session_state.offload.pack import unpack
+        from vllm_omni_session_state.offload.unpack import unpack
 
         contents = self.tier.get(self._ticket)
-        skeleton = decode.read(contents.document, contents.storages)
-        self.tensors = unpack(skeleton, contents.storages)["map"]
+        self.tensors = unpack(contents.tree, contents.storages)["map"]
         self.trips += 1
 
     def drop(self) -> None:

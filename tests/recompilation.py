@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from vllm_omni_session_state.offload.pack import _Unpacking
-from vllm_omni_session_state.offload.slots import TensorSlot
+from vllm_omni_session_state.offload.schema import Tensor
+from vllm_omni_session_state.offload.unpack import _Unpacking
 
 
 class CountingBackend:
@@ -33,7 +33,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-MUTANTS: dict[str, Callable[[TensorSlot], TensorSlot]] = {
+MUTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "an inference tensor comes back as an ordinary one": lambda slot: replace(slot, inference=False),
     "an ordinary tensor comes back as an inference one": lambda slot: replace(slot, inference=True),
     "strides are lost": lambda slot: replace(slot, stride=contiguous(slot.size)),

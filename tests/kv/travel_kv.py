@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import msgspec
 import torch
 
-from vllm_omni_session_state.offload import decode, tree_spec
-from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload.pack import pack, pack_whole
+from vllm_omni_session_state.offload.schema import Tree
+from vllm_omni_session_state.offload.unpack import unpack
 from vllm_omni_session_state.omni.worker import engine_kv
 
 
@@ -31,16 +32,14 @@ def _copied(storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
 def packed(tree: Any) -> Any:
     """Apart, every storage to another place, and together, as by the host tier."""
     apart = pack(tree)
-    return unpack(apart.skeleton, _copied(apart.storages))
+    return unpack(apart.tree, _copied(apart.storages))
 
 
 def written(tree: Any) -> Any:
     """The same through JSON, as by the disk tier."""
-    apart = pack(tree)
-    document = tree_spec.write(apart.skeleton, apart.storages)
-    storages = _copied([*apart.storages, *document.extra])
-    read = decode.read(json.loads(json.dumps(document.document)), storages)
-    return unpack(read, storages)
+    apart = pack_whole(tree)
+    read = msgspec.json.decode(msgspec.json.encode(apart.tree), type=Tree)
+    return unpack(read, _copied(apart.storages))
 
 
 WAYS = (by_reference, packed, written)

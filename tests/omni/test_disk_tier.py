@@ -11,7 +11,7 @@ from vllm_omni_session_state.base.errors import SeamMismatchError
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.manager.manager import SessionStateManager
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.file_format import read_file
 from vllm_omni_session_state.omni.hooks import patching
 from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown
 

@@ -141,8 +141,8 @@ def test_the_base_needs_the_standard_library_alone():
 
 def test_only_who_counts_copies_or_plays_a_client_looks_inside_arrays():
     books, files, client = (
-        ("footprint", "reach", "arrays"),
-        ("scalars", "tree_spec", "decode"),
+        ("footprint", "reach", "memory"),
+        ("schema", "registered", "pack", "unpack"),
         ("dreamzero", "cosmos3", "trace", "outputs"),
     )
     for path in FILES:

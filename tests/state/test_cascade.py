@@ -15,13 +15,13 @@ from vllm_omni_session_state import LatentBuffer
 from vllm_omni_session_state.accounting.release import Watch
 from vllm_omni_session_state.base.errors import CannotParkError, NoRoomError, TierFullError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.offload import tree_spec
+from vllm_omni_session_state.offload import parking
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 UNWRITABLE = (
     "sessions of this model are not parked on the disk: attrs.odd (object) cannot be written to a file: its "
     "type is not on the list of what files hold. Keep plain values there, or let the model's adapter "
-    "register the type with tree_spec.register_kind()"
+    "register the type with offload.registered.register_kind()"
 )
 
 
@@ -152,8 +152,8 @@ def test_a_value_that_no_file_holds_keeps_its_session_in_memory_and_is_said_once
 def test_thousands_that_cannot_be_written_are_each_asked_once_and_not_at_every_step(disk, monkeypatch):
     manager = manager_of(disk, host=300 * 1024)
     asked = []
-    real = tree_spec.write
-    monkeypatch.setattr(tree_spec, "write", lambda *args: asked.append(1) or real(*args))
+    real = parking.pack_whole
+    monkeypatch.setattr(parking, "pack_whole", lambda *args, **more: asked.append(1) or real(*args, **more))
     for number in range(300):
         with manager.lease(f"session {number}") as session:
             session.attrs["x"] = torch.ones(SIZE, dtype=torch.uint8)

@@ -11,7 +11,8 @@ import torch
 
 from vllm_omni_session_state import SessionStateManager
 from vllm_omni_session_state.accounting.append_list import AppendTrackedList
-from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload.pack import pack
+from vllm_omni_session_state.offload.unpack import unpack
 
 
 def test_chunks_are_a_list_in_every_way():
@@ -45,7 +46,7 @@ def test_chunks_inside_of_a_value_stay_as_they_are():
     chunks = AppendTrackedList([torch.ones(2)])
     packed = pack({"x": chunks})
     assert packed.storages == []
-    assert unpack(packed.skeleton, [])["x"] is chunks
+    assert unpack(packed.tree, [])["x"] is chunks
 
 
 def test_every_method_that_changes_a_list_is_known():

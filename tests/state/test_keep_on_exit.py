@@ -12,8 +12,8 @@ from tiered import FILE, begin, manager_of
 
 from vllm_omni_session_state.base.ids import fingerprint
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.file_format import read_file
 from vllm_omni_session_state.offload.file_system import System
-from vllm_omni_session_state.offload.files import read_file
 from vllm_omni_session_state.offload.read_ahead import ReadAhead
 from vllm_omni_session_state.omni.worker.lifecycle import hook_shutdown, leave_process
 

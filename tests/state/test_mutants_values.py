@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,8 +15,17 @@ import torch
 
 from vllm_omni_session_state.accounting.reach import Reach
 from vllm_omni_session_state.base.errors import SessionStateError
-from vllm_omni_session_state.offload import arrays, decode, files, pack, parking, retained, slots, tree_spec
+from vllm_omni_session_state.offload import copy as offload_copy
+from vllm_omni_session_state.offload import memory, pack, parking, retained, survey, unpack
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+
+
+class Twice(dict):
+    """Weights of tuples, and those that were made first."""
+
+    def __init__(self, weights, first):
+        super().__init__(weights)
+        self.first = first
 
 
 def in_a_folder(check):
@@ -73,60 +84,69 @@ def said_of_a_park_that_frees_nothing():
 
 
 def forgets(reason):
-    """Nobody is told that a tensor is more than its slot, where that is why."""
+    """Nobody is told that a tensor is more than its bytes, where that is why."""
 
     def mutant():
         def forgetful(value):
-            why = slots.more_than_a_slot(value)
+            why = memory.more_than_bytes(value)
             return "" if reason in why and value.grad_fn is None else why
 
-        return mock.patch.object(pack, "more_than_a_slot", forgetful)
+        stack = contextlib.ExitStack()
+        for module in (survey, pack):
+            stack.enter_context(mock.patch.object(module, "more_than_bytes", forgetful))
+        return stack
 
     mutant.__name__ = f"nobody is told where {reason}"
     return mutant
 
 
 def a_storage_is_long_enough_for_any_tensor():
-    return mock.patch.object(slots.TensorSlot, "fits", return_value=True)
+    return mock.patch.object(memory, "elements_end", return_value=0)
 
 
 def memory_of_others_is_taken():
     def is_own(_):  # here and below no mock: it would hold what it is asked about
         return True
 
-    return mock.patch.object(slots, "is_own", is_own)
+    return mock.patch.object(memory, "is_own", is_own)
 
 
 def what_numpy_has_seen_is_taken_for_anothers():
-    return mock.patch.object(slots, "is_own", lambda storage: storage.resizable())
+    return mock.patch.object(memory, "is_own", lambda storage: storage.resizable())
 
 
 def what_overlaps_is_taken():
-    return mock.patch.object(pack, "entangled", return_value=set())
+    return mock.patch.object(survey, "entangled", return_value=set())
 
 
 def what_stays_refers_to_nothing():
     def reach(_):
         return Reach({}, (), complete=True)
 
-    return mock.patch.object(pack, "reach", reach)
+    return mock.patch.object(survey, "reach", reach)
 
 
 def what_stays_refers_to_what_is_counted_only():
-    real = pack.reach
+    real = survey.reach
     return mock.patch.object(
-        pack, "reach", lambda values: real(value for value in values if type(value) is not stays.Stranger)
+        survey, "reach", lambda values: real(value for value in values if type(value) is not stays.Stranger)
     )
 
 
+@contextlib.contextmanager
 def without(argument):
-    real = parking.pack
+    def forgetful(real):
+        def call(tree, **more):
+            more.pop(argument, None)
+            return real(tree, **more)
 
-    def forgetful(tree, **more):
-        more.pop(argument, None)
-        return real(tree, **more)
+        return call
 
-    return mock.patch.object(parking, "pack", forgetful)
+    with (
+        mock.patch.object(parking, "pack", forgetful(parking.pack)),
+        mock.patch.object(parking, "pack_whole", forgetful(parking.pack_whole)),
+    ):
+        yield
 
 
 def host_memory_refers_to_nothing():
@@ -134,7 +154,7 @@ def host_memory_refers_to_nothing():
 
 
 def an_alias_between_the_parts_is_not_known_to_a_file():
-    real = parking.pack
+    real = parking.pack_whole
 
     def apart(tree, **more):
         kept = {"kept", "kept buffer"}
@@ -144,7 +164,7 @@ def an_alias_between_the_parts_is_not_known_to_a_file():
         }
         return real(torn, **more)
 
-    return mock.patch.object(parking, "pack", apart)
+    return mock.patch.object(parking, "pack_whole", apart)
 
 
 def a_buffers_container_is_not_looked_for():
@@ -152,14 +172,20 @@ def a_buffers_container_is_not_looked_for():
 
 
 def a_tuple_that_holds_itself_becomes_two():
-    def visit(self, packed):
-        value = real(self, packed)
-        if type(packed) is tuple:
-            self._done.pop(id(packed), None)
-        return value
+    def build(nodes, built):
+        real(nodes, built)
+        first = list(built)
+        weights = real(nodes, built)
+        return Twice(weights, first)
 
-    real = pack._Unpacking.visit
-    return mock.patch.object(pack._Unpacking, "visit", visit)
+    def fill(shell, node, built, weights):
+        fills(shell, node, built if isinstance(shell, dict) else weights.first, weights)
+
+    real, fills = unpack._build_tuples, unpack._fill
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(unpack, "_build_tuples", build))
+    stack.enter_context(mock.patch.object(unpack, "_fill", fill))
+    return stack
 
 
 def what_stays_is_not_counted():
@@ -174,7 +200,11 @@ def what_stays_is_not_counted():
 
 def an_object_that_stays_is_counted_as_host_memory():
     def in_place(self, session):
-        return [self.skeleton], session.values(lambda _: True)
+        device, _ = real(self, session)
+        stays = session.values(self.stayed.__contains__)
+        return device[: len(device) - len(stays)], session.values(lambda _: True)
+
+    real = parking.Parked.in_place
 
     return mock.patch.object(parking.Parked, "in_place", in_place)
 
@@ -193,55 +223,52 @@ def what_stays_is_not_said():
 
 
 def an_array_is_let_go_whoever_holds_it():
-    real = retained.weakly
-    return mock.patch.object(
-        retained,
-        "weakly",
-        lambda memory: real(memory) if isinstance(memory, torch.UntypedStorage) else lambda: None,
-    )
+    nobody = mock.Mock(return_value=None)
+    return mock.patch.object(memory, "weakref", SimpleNamespace(ref=lambda _: nobody))
 
 
 def the_writer_refers_to_itself():
-    real = tree_spec.write
+    real = parking.pack_whole
 
-    def write(*args):
-        written = real(*args)
-        cycle = [list(written.owners), list(written.extra)]
+    def write(*args, **more):
+        packed = real(*args, **more)
+        cycle = [list(packed.memory)]
         cycle.append(cycle)
-        return written
+        return packed
 
-    return mock.patch.object(tree_spec, "write", write)
+    return mock.patch.object(parking, "pack_whole", write)
 
 
 def the_writer_does_not_ask_the_reader():
-    return mock.patch.object(decode, "prove")
+    return mock.patch.object(parking, "prove")
 
 
 def the_trial_uses_what_is_the_sessions():
-    return mock.patch.object(decode.copy, "deepcopy", lambda tree: tree)
+    return mock.patch.object(unpack.copy, "deepcopy", lambda tree: tree)
 
 
 def no_array_has_memory_of_its_own():
     def has_own(_):
         return False
 
-    return mock.patch.object(tree_spec, "has_own", has_own)
+    return mock.patch.object(pack, "has_own", has_own)
 
 
 def a_file_is_read_into_memory_that_is_not_torchs_own():
     def host_memory(nbytes):
         return torch.frombuffer(bytearray(max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
-    return mock.patch.object(files, "host_memory", host_memory)
+    return mock.patch.object(offload_copy, "host_memory", host_memory)
 
 
 def a_file_is_written_through_numpy():
     def memory_of(owner):
         if isinstance(owner, torch.UntypedStorage):
             return torch.empty(0, dtype=torch.uint8).set_(owner).numpy()
-        return arrays.memory_of(owner)
+        return real(owner)
 
-    return mock.patch.object(files, "memory_of", memory_of)
+    real = memory.memory_of
+    return mock.patch.object(memory, "memory_of", memory_of)
 
 
 CAUGHT_BY = {

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state.offload import copy
-from vllm_omni_session_state.offload.pack import pack, unpack
-from vllm_omni_session_state.offload.slots import TensorSlot
+from vllm_omni_session_state.offload.pack import pack
+from vllm_omni_session_state.offload.schema import Dict, List, Tensor, Tree
+from vllm_omni_session_state.offload.unpack import unpack
 
 DTYPES = st.sampled_from(
     [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex64]
@@ -113,16 +114,17 @@ def storage_pattern(tree):
 @sized(2000)
 def test_what_comes_back_is_what_left(tree):
     packed = pack(tree)
-    twin = unpack(packed.skeleton, [storage.clone() for storage in packed.storages])
-    back = unpack(packed.skeleton, moved(packed.storages))
+    twin = unpack(packed.tree, [storage.clone() for storage in packed.storages])
+    back = unpack(packed.tree, moved(packed.storages))
     assert alike(twin, back, {})
     assert storage_pattern(tree) == storage_pattern(back)
 
 
-def test_nothing_of_the_original_is_kept_alive_by_the_skeleton():
+def test_nothing_of_the_original_is_kept_alive_by_the_nodes():
     tensor = torch.ones(4)
     packed = pack({"x": [tensor]})
-    assert isinstance(packed.skeleton["x"][0], TensorSlot)
+    slot = Tensor(0, "float32", 0, (4,), (1,), requires_grad=False, inference=False, resizable=True)
+    assert packed.tree == Tree([Dict(["x", 1]), List([2]), slot], 0)
     assert len(packed.storages) == 1
 
 
@@ -143,14 +145,14 @@ def test_nothing_of_the_original_is_kept_alive_by_the_skeleton():
 def test_what_cannot_be_taken_apart_stays_whole(value):
     packed = pack({"x": value})
     assert packed.storages == []
-    assert unpack(packed.skeleton, [])["x"] is value
+    assert unpack(packed.tree, [])["x"] is value
 
 
 def test_an_inference_tensor_that_wants_gradients_comes_back_as_it_was():
     with torch.inference_mode():
         tensor = torch.ones(2, requires_grad=True)
     packed = pack([tensor])
-    (back,) = unpack(packed.skeleton, packed.storages)
+    (back,) = unpack(packed.tree, packed.storages)
     assert (back.is_inference(), back.requires_grad) == (True, True)
 
 
@@ -158,7 +160,7 @@ def test_a_list_that_holds_itself_comes_back_holding_itself():
     knot = [torch.ones(2)]
     knot.append(knot)
     packed = pack(knot)
-    back = unpack(packed.skeleton, packed.storages)
+    back = unpack(packed.tree, packed.storages)
     assert back[1] is back
     assert torch.equal(back[0], knot[0])
 
@@ -168,4 +170,4 @@ def test_a_nest_of_any_depth_is_taken():
     for _ in range(5000):
         deep = [deep]
     packed = pack(deep)
-    unpack(packed.skeleton, packed.storages)
+    unpack(packed.tree, packed.storages)

@@ -17,9 +17,9 @@ from vllm_omni_session_state import LatentBuffer, SessionStateManager
 from vllm_omni_session_state.accounting import reach
 from vllm_omni_session_state.base.errors import CannotParkError
 from vllm_omni_session_state.base.log import forget_said
-from vllm_omni_session_state.offload import tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.offload.registered import register_kind, registered
 from vllm_omni_session_state.state.session import Declaration
 
 LARGE = 3 << 20
@@ -282,7 +282,7 @@ def test_what_numpy_has_seen_is_still_torchs_own(disk):
 
 @pytest.mark.parametrize("kind", ["array", "registered", "nested", "chunks"])
 def test_what_a_park_to_the_disk_lets_go_of_dies_without_the_garbage_collector(disk, kind):
-    tree_spec.register_kind(Record, "test.record", to_tree=vars, from_tree=lambda tree: Record(**tree))
+    register_kind(Record, "test.record", to_tree=vars, from_tree=lambda tree: Record(**tree))
     manager, array = on_disk(disk), np.ones(1 << 20, np.uint8)
     gone = weakref.ref(array)
     gc.collect()
@@ -300,7 +300,7 @@ def test_what_a_park_to_the_disk_lets_go_of_dies_without_the_garbage_collector(d
             assert gone() is None
             assert manager.stats()["total_nbytes"] == 0
     finally:
-        tree_spec.registered.clear()
+        registered.clear()
 
 
 def test_a_value_that_refers_to_half_of_the_process_leaves_all_where_it_is(caplog, monkeypatch):
@@ -320,25 +320,25 @@ def test_a_content_that_cannot_be_put_together_again_is_refused_when_it_is_writt
     def fails(tree):
         raise KeyError(tree)
 
-    tree_spec.register_kind(Record, "test.record", to_tree=vars, from_tree=fails)
+    register_kind(Record, "test.record", to_tree=vars, from_tree=fails)
     try:
         assert "could not be read again" in refused(on_disk(disk), lambda: {"x": Record(1)})
     finally:
-        tree_spec.registered.clear()
+        registered.clear()
 
 
 def test_the_trial_changes_nothing_of_a_content_that_its_adapter_would_own(tmp_path):
     def from_tree(tree):
         return Record(tree["held"].fill_(0))
 
-    tree_spec.register_kind(Record, "test.record", to_tree=vars, from_tree=from_tree)
+    register_kind(Record, "test.record", to_tree=vars, from_tree=from_tree)
     full = DiskTier(tmp_path, budget=10)
     record = Record(torch.ones(3))
     try:
         assert "disk.budget" in refused(on_disk(full), lambda: {"x": record})
         assert record.held.tolist() == [1, 1, 1]
     finally:
-        tree_spec.registered.clear()
+        registered.clear()
         full.close()
 
 

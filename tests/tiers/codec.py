@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, deque
 
+import msgspec
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from vllm_omni_session_state.offload import decode, tree_spec
-from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload.pack import pack_whole
+from vllm_omni_session_state.offload.schema import Tree
+from vllm_omni_session_state.offload.unpack import prove, unpack
 
 ATOMS = st.one_of(
     st.none(),
@@ -112,11 +113,10 @@ def trees(draw):
 
 def through_text(tree):
     """A tree packed, written as text, read, and put together over copies of its memory."""
-    packed = pack(tree)
-    written = tree_spec.write(packed.skeleton, packed.storages)
-    storages = [storage.clone() for storage in [*packed.storages, *written.extra]]
-    document = json.loads(json.dumps(written.document, allow_nan=False))
-    return unpack(decode.read(document, storages), storages)
+    packed = pack_whole(tree)
+    prove(packed)
+    storages = [storage.clone() for storage in packed.storages]
+    return unpack(msgspec.json.decode(msgspec.json.encode(packed.tree), type=Tree), storages)
 
 
 def alike(a, b, met):  # noqa: PLR0911 - a kind, a line

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import zlib
 from pathlib import Path
 
+import msgspec
 import safetensors
 import torch
 
 from vllm_omni_session_state.base.ids import fingerprint
+from vllm_omni_session_state.offload import file_format, schema
+from vllm_omni_session_state.offload.file_format import Manifest
 from vllm_omni_session_state.offload.file_system import close_folder
+from vllm_omni_session_state.offload.memory import views_of
 
 SESSION = fingerprint("robot").hex()
 
@@ -25,12 +30,28 @@ def storages(*sizes, seed=0):
 
 
 def document(number=0):
-    return {"version": 1, "storages": 0, "nodes": [["list", [["int", f"{number:x}"], "ü"]]], "root": 0}
+    return schema.Tree([schema.List([schema.Int(f"{number:x}"), "ü"])], 0)
+
+
+def file_of(path, tree, wanted):
+    """A file of any JSON in its values' place, under checksums that are right."""
+    views = views_of(wanted)
+    sizes, sums = [view.nbytes for view in views], [zlib.crc32(view) for view in views]
+    manifest = json.dumps({"session": SESSION, "sizes": sizes, "checksums": sums, "tree": tree})
+    path.write_bytes(summed(manifest, sizes) + b"".join(views))
+    return path
+
+
+def summed(manifest, sizes, **words):
+    """Length and header of a file with that manifest, under a checksum that is right."""
+    told = {"checksum": "0" * 8, "format": file_format.FORMAT, "version": file_format.VERSION} | words
+    head = file_format._blank(file_format._Metadata(**told, manifest=manifest), sizes)
+    return file_format._with_checksum(head, b"%08x" % zlib.crc32(head))
 
 
 def same(contents, wanted, number=0):
     got = [raw(storage) for storage in contents.storages]
-    return contents.document == document(number) and got == [raw(storage) for storage in wanted]
+    return contents.tree == document(number) and got == [raw(storage) for storage in wanted]
 
 
 def raw(storage):
@@ -38,11 +59,11 @@ def raw(storage):
 
 
 def read_by_library(path):
-    """A file as the safetensors library reads it: document and lists of bytes."""
+    """A file as the safetensors library reads it: its values' tree and lists of bytes."""
     with safetensors.safe_open(path, "pt") as opened:
         names = sorted(opened.keys(), key=lambda name: int(name.split(".")[1]))
         found = [opened.get_tensor(name).tolist() for name in names]
-        return json.loads(opened.metadata()["skeleton"]), found
+        return msgspec.json.decode(opened.metadata()["manifest"], type=Manifest).tree, found
 
 
 def final_files(folder):

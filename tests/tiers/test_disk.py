@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from profiles import sized
 
 from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.offload import decode, file_format, tree_spec
+from vllm_omni_session_state.offload import file_format
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload.pack import pack_whole
+from vllm_omni_session_state.offload.unpack import unpack
 
 
 @pytest.fixture
@@ -36,12 +37,11 @@ def shared_tier(tmp_path_factory):
 @given(trees())
 @sized(1000)
 def test_a_session_comes_back_from_its_file_bit_for_bit(shared_tier, tree):
-    packed = pack(tree)
-    written = tree_spec.write(packed.skeleton, packed.storages)
-    ticket = shared_tier.put(written.document, [*packed.storages, *written.extra], session=SESSION)
+    packed = pack_whole(tree)
+    ticket = shared_tier.put(packed.tree, packed.memory, session=SESSION)
     contents = shared_tier.get(ticket)
-    back = unpack(decode.read(contents.document, contents.storages), contents.storages)
-    assert alike(unpack(packed.skeleton, packed.storages), back, {})
+    back = unpack(contents.tree, contents.storages)
+    assert alike(tree, back, {})
     assert addresses(tree) == addresses(back)
     shared_tier.check()
     shared_tier.drop(ticket)

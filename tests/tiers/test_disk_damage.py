@@ -3,16 +3,18 @@
 import json
 import os
 import struct
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from files import SESSION, document, final_files, same, storages
+from files import SESSION, document, final_files, same, storages, summed
 
 from vllm_omni_session_state.base.errors import BadFileError, TierFaultError
 from vllm_omni_session_state.offload import file_format
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.file_format import read_file
 
 
 @pytest.fixture
@@ -33,8 +35,9 @@ def offsets(raw):
         "name of the metadata": 12,
         "checksum of the header": raw.index(b'"checksum":"') + 13,
         "identity": raw.index(SESSION.encode()) + 3,
-        "checksums of the storages": raw.index(b'"checksums":"') + 14,
-        "skeleton": raw.index(b'"skeleton":"') + 30,
+        "checksums of the storages": raw.index(b'checksums\\":[') + 14,
+        "sizes of the storages": raw.index(b'sizes\\":[') + 10,
+        "values": raw.index(b'nodes\\":') + 12,
         "entry of a storage": raw.index(b'"data_offsets"') + 3,
         "offset of a storage": raw.index(b'"data_offsets":[') + 16,
         "padding or last brace": end - 1,
@@ -159,33 +162,62 @@ def test_a_file_of_another_format_is_refused(tmp_path):
 
 def lying(change):
     """A file of which the header's checksum is right and something else is not."""
-    head = file_format.compose(document(), [memoryview(bytes(10)), memoryview(bytes(6))], session=SESSION)
+    head, _ = file_format.compose(document(), [memoryview(bytes(10)), memoryview(bytes(6))], session=SESSION)
     header = json.loads(head[8:])
-    change(header)
-    header["__metadata__"]["checksum"] = "0" * 8
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw = struct.pack("<Q", len(raw)) + raw
-    checksum = b"%08x" % file_format.zlib.crc32(raw)
+    told = header["__metadata__"]
+    manifest = json.loads(told["manifest"])
+    change(header, manifest)
+    told["checksum"] = "0" * 8
+    if told.get("manifest"):
+        told["manifest"] = msgspec.json.encode(manifest).decode()
+    header = msgspec.json.encode(header)
+    header += b" " * (-len(header) % 8)
+    raw = struct.pack("<Q", len(header)) + header
+    checksum = b"%08x" % zlib.crc32(raw)
     return raw.replace(b'"checksum":"00000000"', b'"checksum":"' + checksum + b'"', 1) + bytes(16)
 
 
+def entry(number, **words):
+    return lambda header, _: header[f"storage.{number}"].update(words)
+
+
+def told(**words):
+    return lambda header, _: header["__metadata__"].update(words)
+
+
+def says(**words):
+    return lambda _, manifest: manifest.update(words)
+
+
 LIES = {
-    "another format": lambda header: header["__metadata__"].update(format="pt"),
-    "another version": lambda header: header["__metadata__"].update(version="2"),
-    "no identity": lambda header: header["__metadata__"].pop("session"),
-    "a checksum too few": lambda header: header["__metadata__"].update(checksums="00000000"),
-    "no checksums": lambda header: header["__metadata__"].update(checksums=None),
-    "a skeleton that is no JSON": lambda header: header["__metadata__"].update(skeleton="{"),
-    "a skeleton without end": lambda header: header["__metadata__"].update(skeleton="[" * 100_000),
-    "another element type": lambda header: header["storage.0"].update(dtype="F32"),
-    "a gap": lambda header: header["storage.1"].update(data_offsets=[11, 16], shape=[5]),
-    "an overlap": lambda header: header["storage.1"].update(data_offsets=[5, 16], shape=[11]),
-    "a negative size": lambda header: header["storage.0"].update(data_offsets=[0, -1], shape=[-1]),
-    "a huge size": lambda header: header["storage.1"].update(data_offsets=[10, 2**60], shape=[2**60 - 10]),
-    "a size in words": lambda header: header["storage.1"].update(data_offsets=[10, "16"]),
-    "another name": lambda header: header.update({"x": header.pop("storage.1")}),
-    "one more entry": lambda header: header.update(x=1),
-    "one fewer entry": lambda header: header.pop("storage.1"),
+    "another format": told(format="pt"),
+    "another version": told(version="1"),
+    "one more word": told(more=""),
+    "no manifest": told(manifest=None),
+    "a manifest that is no JSON": lambda header, _: header["__metadata__"].update(manifest="") or None,
+    "no identity": lambda _, manifest: manifest.pop("session"),
+    "an identity that is none": says(session=5),
+    "a checksum too few": says(checksums=[0]),
+    "a checksum too many": says(checksums=[0, 0, 0]),
+    "no checksums": says(checksums=None),
+    "a checksum that is none": says(checksums=[0, 2**32]),
+    "something more in the manifest": says(more=1),
+    "a tree that is none": says(tree="{"),
+    "a tree without end": says(tree=json.loads("[" * 900 + "]" * 900)),
+    "another element type": entry(0, dtype="F32"),
+    "a gap": entry(1, data_offsets=[11, 16], shape=[5]),
+    "an overlap": entry(1, data_offsets=[5, 16], shape=[11]),
+    "a negative size": entry(0, data_offsets=[0, -1], shape=[-1]),
+    "a huge size": entry(1, data_offsets=[10, 2**60], shape=[2**60 - 10]),
+    "a size in words": entry(1, data_offsets=[10, "16"]),
+    "another size in the manifest": says(sizes=[6, 10]),
+    "a negative size in the manifest": says(sizes=[17, -1]),
+    "a huge size in the manifest": says(sizes=[10, 2**62]),
+    "one size fewer in the manifest": says(sizes=[16]),
+    "another name": lambda header, _: header.update({"x": header.pop("storage.1")}),
+    "another order": lambda header, _: header.update({"storage.0": header.pop("storage.0")}),
+    "one more entry": lambda header, _: header.update(x=1),
+    "one fewer entry": lambda header, _: header.pop("storage.1"),
 }
 
 
@@ -197,10 +229,28 @@ def test_a_header_that_lies_under_a_right_checksum_is_refused(tmp_path, lie):
         read_file(path)
 
 
+@pytest.mark.parametrize("sizes", [[10, 5], [10, 7], [10, 2**62], []], ids=str)
+def test_a_file_of_another_length_than_its_sizes_say_is_refused_before_any_memory_is_taken(
+    tmp_path, sizes, monkeypatch
+):
+    """All of the header is what would be written for these sizes."""
+    told = {
+        "session": SESSION,
+        "sizes": sizes,
+        "checksums": [0] * len(sizes),
+        "tree": {"nodes": [], "root": None},
+    }
+    path = tmp_path / "x"
+    path.write_bytes(summed(json.dumps(told), sizes) + bytes(16))
+    monkeypatch.setattr(file_format, "host_storages", pytest.fail)
+    with pytest.raises(BadFileError, match=r"bytes where \d+ should be"):
+        read_file(path)
+
+
 def test_it_is_the_lie_for_which_such_a_file_is_refused(tmp_path):
     path = tmp_path / "x"
-    path.write_bytes(lying(lambda header: None))
+    path.write_bytes(lying(lambda *_: None))
     assert [storage.tolist() for storage in read_file(path).storages] == [[0] * 10, [0] * 6]
-    path.write_bytes(lying(lambda header: header["__metadata__"].update(checksums="00000001 00000001")))
+    path.write_bytes(lying(says(checksums=[1, 1])))
     with pytest.raises(BadFileError, match=r"storage\.0 is damaged"):
         read_file(path)

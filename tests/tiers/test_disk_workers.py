@@ -12,7 +12,7 @@ from files import SESSION, document, final_files, names, same, storages
 from profiles import LONG, count
 
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.files import read_file
+from vllm_omni_session_state.offload.file_format import read_file
 
 HELD = 4
 
@@ -76,7 +76,7 @@ def test_whatever_the_instant_of_a_kill_all_that_is_claimed_is_readable(tmp_path
             unfinished += sum(name.endswith(".part") for name in names(folder))
             for path in final_files(folder):
                 contents = read_file(path)
-                key = int(contents.document["nodes"][0][1][0][1], 16)
+                key = int(contents.tree.nodes[0].parts[0].digits, 16)
                 assert same(contents, content(key), key)
                 found += 1
         tier = DiskTier(tmp_path, budget=1)

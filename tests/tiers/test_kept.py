@@ -11,8 +11,8 @@ from saboteur import broken_call
 from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
 from vllm_omni_session_state.base.log import forget_said
 from vllm_omni_session_state.offload.disk_tier import DiskTier
+from vllm_omni_session_state.offload.file_format import read_file
 from vllm_omni_session_state.offload.file_system import System
-from vllm_omni_session_state.offload.files import read_file
 
 
 @pytest.fixture(autouse=True)

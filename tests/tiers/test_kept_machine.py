@@ -15,9 +15,10 @@ from profiles import sized
 from saboteur import broken_call
 
 from vllm_omni_session_state.base.errors import TierFaultError, TierFullError
-from vllm_omni_session_state.offload import file_format, files
+from vllm_omni_session_state.offload import file_format
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.files import PART, read_file
+from vllm_omni_session_state.offload.file_format import PART, read_file
+from vllm_omni_session_state.offload.memory import views_of
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 UNIT = 1000
@@ -169,8 +170,8 @@ class KeptMachine(RuleBasedStateMachine):
 
 
 def file_nbytes(session, size):
-    views = [files.view(storage) for storage in storages(size, seed=session)]
-    return len(file_format.compose(document(session), views, session=SESSION)) + size
+    views = views_of(storages(size, seed=session))
+    return len(file_format.compose(document(session), views, session=SESSION)[0]) + size
 
 
 def failing(real, times):

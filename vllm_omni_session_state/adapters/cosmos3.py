@@ -25,7 +25,7 @@ from vllm_omni_session_state.base.ids import session_key
 from vllm_omni_session_state.base.kinds import VideoLatents
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.manager.manager import SessionStateManager
-from vllm_omni_session_state.offload.arrays import bytes_of
+from vllm_omni_session_state.offload.memory import bytes_of
 from vllm_omni_session_state.state.buffers import EncodeOnceKV
 from vllm_omni_session_state.state.session import SessionState
 

@@ -136,6 +136,18 @@ def host_memory(nbytes: int) -> torch.Tensor:
     return block
 
 
+def host_storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+    """New storages of these sizes in pageable memory, of which every byte is about to be written.
+
+    Raises:
+        MemoryError: If the machine has no room for them.
+    """
+    try:
+        return [host_memory(size).untyped_storage() for size in sizes]
+    except RuntimeError as error:
+        raise MemoryError(f"no host memory for {sum(sizes)} bytes: {error}") from error
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 

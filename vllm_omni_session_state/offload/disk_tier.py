@@ -13,16 +13,17 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from vllm_omni_session_state.base.errors import BadFileError, TierFaultError, TierFullError
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.offload import file_format, files
+from vllm_omni_session_state.offload import file_format
+from vllm_omni_session_state.offload.file_format import PART, SUFFIX, Contents
 from vllm_omni_session_state.offload.file_system import System
-from vllm_omni_session_state.offload.files import PART, SUFFIX, Contents
+from vllm_omni_session_state.offload.memory import Memory, views_of
 from vllm_omni_session_state.offload.read_ahead import ReadAhead
+from vllm_omni_session_state.offload.schema import Tree
 from vllm_omni_session_state.offload.worker_dir import WorkerDir
 
 FIGURES = ("disk_nbytes", "kept_nbytes", "ahead_nbytes", "restores_ahead")
@@ -43,7 +44,7 @@ class FileAllocation:
     name: str
     session: str
     nbytes: int
-    checksum: int
+    checksum: str
 
 
 class DiskTier:
@@ -97,8 +98,8 @@ class DiskTier:
 
     def put(
         self,
-        document: Any,
-        storages: Sequence[torch.UntypedStorage | torch.Tensor],
+        tree: Tree,
+        pieces: Sequence[Memory | torch.Tensor],
         *,
         session: str,
         overdraft: int = 0,
@@ -106,8 +107,8 @@ class DiskTier:
         """Write a session's file; when this returns it survives a crash of the machine.
 
         Args:
-            document: The skeleton's document, plain JSON.
-            storages: In host memory: storages, or contiguous uint8 tensors, ``(nbytes,)`` each.
+            tree: The session's values.
+            pieces: The memory that it names, in host memory; a tensor is contiguous uint8, ``(nbytes,)``.
             session: The session's hashed identity; a file of another one is refused later.
             overdraft: Bytes of a file that goes right after: by so much the budget may be exceeded meanwhile.
 
@@ -116,9 +117,9 @@ class DiskTier:
             TierFaultError: If it cannot be written. After either, nothing has changed.
         """
         self._refuse_strangers("write a parked session")
-        views = [files.view(storage) for storage in storages]
-        head = file_format.compose(document, views, session=session)
-        wanted = len(head) + sum(view.nbytes for view in views)
+        views = views_of(pieces)
+        head, checksum = file_format.compose(tree, views, session=session)
+        wanted = len(head) + sum([view.nbytes for view in views])
         with self._lock:
             if wanted > self.room + overdraft:
                 raise TierFullError("disk", wanted=wanted, room=max(0, self.room), setting="disk.budget")
@@ -130,7 +131,6 @@ class DiskTier:
             with self._lock:
                 self.nbytes -= wanted
             raise
-        checksum = file_format.parse(head, wanted, file=name).checksum
         ticket = FileAllocation(name, session, wanted, checksum)
         with self._lock:
             self._tickets[name] = ticket
@@ -218,10 +218,10 @@ class DiskTier:
 
     def _read_back(self, ticket: FileAllocation) -> Contents:
         file = f"{self.folder}/{ticket.name}"
-        header, contents = files.read(ticket.name, folder=self._folder.fd, file=file)
-        if header.session != ticket.session:
+        contents = file_format.read(ticket.name, folder=self._folder.fd, file=file)
+        if contents.manifest.session != ticket.session:
             raise BadFileError("it is of another session", file=file)
-        if header.checksum != ticket.checksum:
+        if contents.checksum != ticket.checksum:
             raise BadFileError("it is another file than was written there", file=file)
         return contents
 
@@ -241,7 +241,7 @@ class DiskTier:
         name = secrets.token_hex(16) + SUFFIX
         self._remove_strays()
         try:
-            files.write(name, pieces, folder=self._folder.fd, file=f"{self.folder}/{name}")
+            file_format.write(name, pieces, folder=self._folder.fd, file=f"{self.folder}/{name}")
         except BaseException:
             with self._lock:
                 self._strays.update({name + PART: 0, name: 0})

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 
 from vllm_omni_session_state.accounting.footprint import footprint
-from vllm_omni_session_state.base.errors import NotWritableError
 from vllm_omni_session_state.base.ids import display_id, fingerprint
 from vllm_omni_session_state.base.log import LOGGER
-from vllm_omni_session_state.offload import copy, decode, tree_spec
-from vllm_omni_session_state.offload.arrays import Array, Memory
+from vllm_omni_session_state.offload import copy
 from vllm_omni_session_state.offload.disk_tier import DiskTier, FileAllocation
 from vllm_omni_session_state.offload.host_tier import HostAllocation, HostTier, allocation_of
-from vllm_omni_session_state.offload.pack import Packed, Stay, pack, unpack
+from vllm_omni_session_state.offload.memory import Array, Memory
+from vllm_omni_session_state.offload.pack import Kept, Packed, pack, pack_whole
 from vllm_omni_session_state.offload.retained import names_of, say_what_stays, still_there
+from vllm_omni_session_state.offload.schema import Stay, Tree
+from vllm_omni_session_state.offload.unpack import prove, unpack
 from vllm_omni_session_state.state.session import SessionState
 
 Part = dict[str, dict[str, object]]
@@ -63,7 +64,7 @@ class Parked:
 
     Attributes:
         level: The tier that it counts in, the same on all ranks.
-        skeleton: What left without the bytes, and what stayed as it is; ``None`` where the file has it.
+        tree: What left without the bytes, and what stayed as it is; ``None`` where the file has it.
         held: The bytes; ``None`` where all of them stayed in place.
         alive: Memory that is still in place, by the index of its storage; it is held here.
         on_host: Of these indices, those of values that the model keeps in host memory.
@@ -71,7 +72,7 @@ class Parked:
     """
 
     level: Level
-    skeleton: Any
+    tree: Tree | None
     held: HostAllocation | DiskLocation | None
     alive: dict[int, Memory]
     on_host: frozenset[int] = frozenset()
@@ -93,7 +94,9 @@ class Parked:
 
     def in_place(self, session: SessionState) -> tuple[list[object], list[object]]:
         """What of the session stayed where it was: of its device part, and in host memory."""
-        device = [self.skeleton, *session.values(self.stayed.__contains__)]
+        nodes: list[Any] = [] if self.tree is None else self.tree.nodes
+        device = [node.kept for node in nodes if type(node) is Stay]
+        device += session.values(self.stayed.__contains__)
         host = session.values(lambda name: name not in self.stayed)
         for index, memory in list(self.alive.items()):  # a look may come while it is moved on
             (host if index in self.on_host else device).append(memory)
@@ -117,12 +120,12 @@ def park(session: SessionState, tier: HostTier, *, on_host: AbstractSet[str], li
     packed, stayed = _apart(session, part, on_host)
     parcel = tier.put(packed.storages, live_nbytes=live_nbytes)
     try:
-        say_what_stays(packed.stays)
-        packed.stays.clear()
-        names = names_of(packed.skeleton)
-        watched: dict[int, Memory] = dict(enumerate(packed.storages))
-        packed.storages.clear()
-        parked = Parked(Level.HOST, packed.skeleton, parcel, watched, stayed=stayed)
+        say_what_stays(packed.kept)
+        packed.kept.clear()
+        names = names_of(packed.tree)
+        watched = dict(enumerate(packed.memory))
+        packed.memory.clear()
+        parked = Parked(Level.HOST, packed.tree, parcel, watched, stayed=stayed)
         session.let_go(part, parked)
         part.clear()
     except BaseException:
@@ -155,7 +158,7 @@ def park_in_place(session: SessionState, level: Level, *, on_host: AbstractSet[s
             error,
         )
     packed, stayed = _apart(session, part, on_host)
-    parked = Parked(level, packed.skeleton, None, dict(enumerate(packed.storages)), stayed=stayed)
+    parked = Parked(level, packed.tree, None, dict(enumerate(packed.memory)), stayed=stayed)
     session.let_go(part, parked)
     return parked
 
@@ -182,7 +185,7 @@ def park_on_disk(
         NotWritableError: If a value cannot be written to any file.
         MemoryError: If the machine has no room. After any, the session is as it was.
     """
-    gone = Parked(Level.DISK, {"attrs": {}, "objects": {}}, None, {})
+    gone = Parked(Level.DISK, None, None, {})
     return _file(session, gone, session.part(lambda _: True), disk, on_host=on_host, overdraft=overdraft)
 
 
@@ -229,7 +232,7 @@ def _file(
 
     Args:
         session: Whose.
-        gone: What the session has let go of already: its skeleton, and its bytes, if there are any.
+        gone: What the session has let go of already: its values, and their bytes, if there are any.
         here: What it still holds.
         disk: Where to.
         on_host: Names of the values that the model keeps in host memory.
@@ -237,19 +240,15 @@ def _file(
     """
     parcel = gone.held if isinstance(gone.held, HostAllocation) else None
     parts, devices = ([], ()) if parcel is None else (parcel.parts(), parcel.devices)
-    packed = _apart_for_a_file(session, gone, here, first=len(parts))
-    storages = [*(part.untyped_storage() for part in parts), *packed.storages]
-    written = tree_spec.write(packed.skeleton, storages)
-    decode.prove(written, storages)
-    pieces = [*parts, *_readable(packed.storages), *written.extra]
-    ticket = disk.put(written.document, pieces, session=fingerprint(session.key).hex(), overdraft=overdraft)
+    packed = pack_whole(here, live=session.live(lambda _: True), base=gone.tree, first=len(parts))
+    prove(packed, len(parts))
+    pieces = [*parts, *_readable(packed.memory)]
+    ticket = disk.put(packed.tree, pieces, session=fingerprint(session.key).hex(), overdraft=overdraft)
     parked: Parked | None = None
     try:
-        filed = DiskLocation(ticket, (*devices, *(storage.device for storage in packed.storages)))
-        names = names_of(packed.skeleton)
-        watched: dict[int, Memory] = {**gone.alive, **dict(enumerate(packed.storages, len(parts)))}
-        watched.update(enumerate(written.owners, len(storages)))
-        names.update((index, {name}) for index, name in enumerate(written.names, len(storages)))
+        filed = DiskLocation(ticket, (*devices, *_devices_of(packed.memory)))
+        names = names_of(packed.tree)
+        watched = {**gone.alive, **dict(enumerate(packed.memory, len(parts)))}
         host = frozenset(index for index in watched if names[index] <= on_host)
         parked = Parked(Level.DISK, None, filed, watched, host)
         session.let_go(here, parked)
@@ -258,10 +257,10 @@ def _file(
             disk.drop(ticket)
         raise
     session.log = None  # its lists will be others
-    emptied = (here, gone.alive, *gone.skeleton.values(), written.extra, written.owners, pieces, storages)
-    for holder in emptied:
+    for holder in (here, gone.alive, pieces, packed.memory):
         holder.clear()
-    packed.dissolve()
+    if gone.tree is not None:
+        gone.tree.nodes.clear()
     watched.update(still_there(watched, names))
     return parked
 
@@ -285,19 +284,8 @@ def _apart(session: SessionState, part: Part, on_host: AbstractSet[str]) -> tupl
             part["objects"].pop(name, None)
     why = "something else in the session refers to its container"
     for name in stayed:
-        packed.stays.extend(Stay(name, value, why) for value in session.values({name}.__contains__))
+        packed.kept.extend(Kept(name, value, why) for value in session.values({name}.__contains__))
     return packed, stayed
-
-
-def _apart_for_a_file(session: SessionState, gone: Parked, here: Part, *, first: int) -> Packed:
-    """Take all of a session apart: with one that has left the device already, from its skeleton on."""
-    tree = {bucket: {**here[bucket], **gone.skeleton[bucket]} for bucket in here}
-    live = session.live(lambda _: True)
-    packed = pack(tree, first=first, beside=gone.alive.values(), live=live)
-    for each in packed.met:
-        why = "something else in the session refers to its container, of which a file makes another"
-        raise NotWritableError(f"objects.{live[each]}", "a buffer", why=why)
-    return packed
 
 
 def restore(parked: Parked, host: HostTier | None, disk: DiskTier | None) -> Part:
@@ -307,33 +295,36 @@ def restore(parked: Parked, host: HostTier | None, disk: DiskTier | None) -> Par
         MemoryError: If the device or the machine has no room.
         TierFaultError: If its file cannot be read, or a bit of it is not as it was written.
     """
-    bones, storages = parked.skeleton, dict[int, torch.UntypedStorage]()
-    storages_alive, owners = dict[int, torch.UntypedStorage](), dict[int, Array]()
+    alive, owners = dict[int, torch.UntypedStorage](), dict[int, Array]()
     for index, memory in parked.alive.items():
         if isinstance(memory, torch.UntypedStorage):
-            storages_alive[index] = memory
+            alive[index] = memory
         else:
             owners[index] = memory
+    tree, storages = parked.tree, dict(alive)
     if isinstance(parked.held, HostAllocation):
         assert host is not None, "it is in host memory"
-        storages = dict(enumerate(host.get(parked.held)))
+        storages = dict(enumerate(host.get(parked.held))) | alive
     elif isinstance(parked.held, DiskLocation):
         assert disk is not None, "it is on the disk"
         contents = disk.get(parked.held.ticket)
-        devices = parked.held.devices
-        read = [
-            each if index < len(devices) else storages_alive.get(index, each)
-            for index, each in enumerate(contents.storages)
-        ]
-        bones = decode.read(contents.document, read, owners=owners)
-        storages = dict(enumerate(copy.from_host(read, devices)))
-    storages.update(storages_alive)
-    part: Part = unpack(bones, storages)
+        tree = contents.tree
+        storages = dict(enumerate(copy.from_host(contents.storages, parked.held.devices))) | alive
+    assert tree is not None, "it is not in a file"
+    part: Part = unpack(tree, storages, owners=owners)
     return part
 
 
-def _readable(storages: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage | torch.Tensor]:
-    """Storages that a file can be written from; those that are not in host memory are copied there."""
-    away = [storage for storage in storages if storage.device.type != "cpu"]
+def _devices_of(memory: Sequence[Memory]) -> list[torch.device]:
+    host = torch.device("cpu")
+    return [each.device if isinstance(each, torch.UntypedStorage) else host for each in memory]
+
+
+def _readable(memory: Sequence[Memory]) -> list[Memory | torch.Tensor]:
+    """Memory that a file can be written from; what is not in host memory is copied there."""
+    away = [each for each in memory if isinstance(each, torch.UntypedStorage) and each.device.type != "cpu"]
     copies = iter(allocation_of(away).parts() if away else ())
-    return [storage if storage.device.type == "cpu" else next(copies) for storage in storages]
+    return [
+        each if device.type == "cpu" else next(copies)
+        for each, device in zip(memory, _devices_of(memory), strict=True)
+    ]

@@ -15,9 +15,9 @@ from typing import Any
 
 from vllm_omni_session_state.base.ids import fingerprint
 from vllm_omni_session_state.base.log import log_once
-from vllm_omni_session_state.offload import decode, tree_spec
 from vllm_omni_session_state.offload.disk_tier import DiskTier, FileAllocation
-from vllm_omni_session_state.offload.pack import pack, unpack
+from vllm_omni_session_state.offload.pack import pack_whole
+from vllm_omni_session_state.offload.unpack import prove, unpack
 from vllm_omni_session_state.state.buffers import LatentBuffer
 
 SEGMENT = 64
@@ -102,7 +102,7 @@ class Spiller:
             MemoryError: If the machine has no room.
         """
         contents = self._tier.get(ticket)
-        items: list[Any] = unpack(decode.read(contents.document, contents.storages), contents.storages)
+        items: list[Any] = unpack(contents.tree, contents.storages)
         return items
 
     def remove(self, ticket: FileAllocation) -> None:
@@ -114,12 +114,9 @@ class Spiller:
                 del self._nbytes[ticket.session]
 
     def _write(self, key: str, items: list[Any]) -> _OnDisk:
-        packed = pack(items)
-        written = tree_spec.write(packed.skeleton, packed.storages)
-        decode.prove(written, packed.storages)
-        ticket = self._tier.put(
-            written.document, [*packed.storages, *written.extra], session=fingerprint(key).hex()
-        )
+        packed = pack_whole(items)
+        prove(packed)
+        ticket = self._tier.put(packed.tree, packed.memory, session=fingerprint(key).hex())
         with self._lock:
             self._nbytes[ticket.session] += ticket.nbytes
         return _OnDisk(self, ticket, len(items))

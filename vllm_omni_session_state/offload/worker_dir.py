@@ -22,8 +22,8 @@ import time
 
 from vllm_omni_session_state.base.errors import TierFaultError
 from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.offload.file_format import PART
 from vllm_omni_session_state.offload.file_system import System, close_folder, open_folder, trying
-from vllm_omni_session_state.offload.files import PART
 from vllm_omni_session_state.offload.kept_folders import KEPT, KeptFolders, empty, lives
 
 LOCK_WAIT_S = 30.0

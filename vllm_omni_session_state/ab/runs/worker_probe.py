@@ -164,7 +164,7 @@ def _named(values: dict[str, Any], last: bool) -> Iterator[tuple[str, Seen]]:  #
 def _seen(value: Any) -> Seen:
     import torch  # noqa: PLC0415 - seconds, and here is a worker
 
-    from vllm_omni_session_state.offload.arrays import bytes_of  # noqa: PLC0415 - the same
+    from vllm_omni_session_state.offload.memory import bytes_of  # noqa: PLC0415 - the same
 
     if isinstance(value, bool | int | float):
         return f"{type(value).__name__} {value!r}", ""
