@@ -235,7 +235,8 @@ class NotWritableError(SessionStateError, TypeError):
     def __str__(self) -> str:
         return (
             f"{self.path or 'the session'} ({self.kind}) cannot be written to a file: {self.why}. Keep plain "
-            "values there, or let the model's adapter register the type with offload.registered.register_kind()"
+            "values there, or let the model's adapter register the type with "
+            "offload.registered.register_kind()"
         )
 
 

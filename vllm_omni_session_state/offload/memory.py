@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vllm_omni_session_state.accounting.footprint import StridedView
 from vllm_omni_session_state.accounting.allocations import HOST, PINNED, Allocation
+from vllm_omni_session_state.accounting.footprint import StridedView
 
 Array = np.ndarray[Any, Any]
 
