@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from vllm_omni_session_state.base.errors import BudgetFixedError, CannotParkError
-from vllm_omni_session_state.base.ids import display_id, session_key
+from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
 from vllm_omni_session_state.manager.entry import Entry
@@ -34,7 +34,6 @@ class DeviceCapacity:
 
     Attributes:
         pool: Where sessions on the device need a place; ``None``: nowhere.
-        sizes_pool: Whether the device budget decides how large it is.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class DeviceCapacity:
         self._most: int | None = None
         self.eviction = eviction
         self.pool: KVSlots | None = None
-        self.sizes_pool = False
         self._table = table
 
     @property
@@ -136,11 +134,6 @@ class DeviceCapacity:
             if met(()):
                 return False  # somebody has left meanwhile
         raise self.eviction.refusal(full)
-
-    def has_lost(self, session_id: str | None) -> bool:
-        """Whether a session was lost and its client does not know it yet."""
-        with self._table.lock:
-            return self._table.losses.reason(session_key(session_id)) is not None
 
     def reserve_kv_slot(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.

@@ -7,6 +7,9 @@ holds, and is the most recently used one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from vllm_omni_session_state.accounting.append_tracking import RegionLog
 from vllm_omni_session_state.accounting.regions import Region
 from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
@@ -16,6 +19,7 @@ from vllm_omni_session_state.manager.charging import charge_session
 from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.offloader import Offloader, finished
 from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.state.session import SessionState
 
 
 class Leases:
@@ -31,6 +35,53 @@ class Leases:
         self._table = table
         self._offloader = offloader
         self._capacity = room
+
+    @contextmanager
+    def span(self, key: str, *, count: bool = True) -> Iterator[SessionState]:
+        """Use a session for the span of a ``with``. See ``begin()``."""
+        lease = object()
+        try:
+            yield self.begin(key, lease, count=count).session
+        finally:
+            try:
+                self._end(key, lease)
+            finally:
+                self._end(key, lease)  # a stop of the process can come before the first one has begun
+
+    def _end(self, key: str, lease: object) -> None:
+        if self.end(key, lease):
+            self.drop(key)
+
+    def prepare(self, key: str, *, new: bool) -> bool:
+        """Bring a session to the device, or make room for a new one. See ``prepare()`` there."""
+        with self._table.lock:
+            entry, place = self._table.wait_until_placed(key), self._table.place(key)
+            parked = entry is not None and entry.parked is not None
+        if not parked:
+            if self._offloader:  # else none is ever parked
+                self._offloader.ranks.meet(key, place)
+            if not new:
+                return entry is not None
+            if entry is None:
+                self.refuse_the_lost(key)
+            why = self._capacity.reserve_kv_slot(key)
+            if why is not None and self._capacity.eviction.loses_nobody:
+                raise self._capacity.eviction.refusal(why)  # else the engine drops its oldest session
+        if parked or entry is None:
+            with self.span(key, count=False):
+                pass
+        return True
+
+    def drop(self, key: str) -> bool:
+        """End a session, once nobody uses it; whether there is one."""
+        entry = self._table.remove(key)
+        if entry is None:
+            return False
+        if not entry.leases:
+            self._offloader.forget(entry)
+            entry.session.reset()
+        self._table.tell()
+        return True
 
     def begin(self, key: str, lease: object | None, *, count: bool = True) -> Entry:
         """The entry of a session that is on the device; waits, restores and makes room as it must.

@@ -12,7 +12,7 @@ from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.settings import Settings
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.manager.tiers import Tiers
+    from vllm_omni_session_state.manager.manager import SessionStateManager
     from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
@@ -103,9 +103,9 @@ def say_no_disk(why: str) -> None:
     _ignored("disk tier", f"no session is parked on the disk: {why}")
 
 
-def say_too_small(levels: Tiers) -> None:
+def say_too_small(manager: SessionStateManager) -> None:
     """Say of each tier that has no room for one session, as its model declares it, once at WARNING."""
-    for setting, budget, wanted in levels.too_small():
+    for setting, budget, wanted in manager.too_small():
         log_once(
             logging.WARNING,
             ("too small", setting),

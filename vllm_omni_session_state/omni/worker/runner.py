@@ -60,7 +60,7 @@ def _wrap(runner: Any) -> None:
         manager = _manager_of(self)
         if manager is None:
             return find(self, session_id)
-        if manager.capacity.pool is None:
+        if manager.kv_slots is None:
             agreement.take_pool(self, manager)
         manager.prepare(session_id)
         session = manager.peek(session_id)
