@@ -91,7 +91,7 @@ def test_a_storage_that_lives_on_outside_is_named_and_comes_back_as_itself(caplo
         session.attrs["own"] = torch.ones(SIZE, dtype=torch.uint8)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"), manager.lease("b"):
         pass
-    alive = manager._table.entries["a"].parked.alive
+    alive = manager._table.entries["a"].gone_to.alive
     assert [storage.nbytes() for storage in alive.values()] == [SIZE], "only its own bytes are freed"
     assert [record for record in caplog.records if "does not free its lent" in record.getMessage()]
     outside[0] = 7

@@ -137,9 +137,10 @@ class Accounts:
         """Somebody uses a session: it is no candidate to leave the device."""
         self._idle.release(owner)
 
-    def idle(self, owner: int, device: tuple[Region, ...], pile: RegionLog | None = None) -> None:
-        """Nobody uses a session any more; what it holds on the device, with a pile of it."""
-        self._idle.charge(owner, device, pile)
+    def idle(self, owner: int) -> None:
+        """Nobody uses a session any more; its next charge counts for that too."""
+        if owner not in self._idle:
+            self._idle.charge(owner, ())
 
     def idle_nbytes(self) -> int:
         """Bytes on the device of the sessions that nobody uses."""

@@ -14,7 +14,7 @@ from vllm_omni_session_state.base.errors import BudgetFixedError, CannotParkErro
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
-from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.entry import Entry, Placement
 from vllm_omni_session_state.manager.eviction import EvictionPolicy, Refused
 from vllm_omni_session_state.manager.kv_slots import KVSlots
 from vllm_omni_session_state.manager.offloader import Offloader
@@ -149,7 +149,7 @@ class DeviceCapacity:
         refused: list[Refused] = []
         with self._table.lock:
             comer = self._table.entries.get(key)
-            swap = None if comer is None else comer.parked
+            swap = None if comer is None else comer.gone_to
 
         def holder() -> Entry | None:
             asked = [each.entry for each in refused]
@@ -239,7 +239,7 @@ class DeviceCapacity:
             if there is not None and there.moving:
                 raise CannotParkError(display_id(key), "it is on its way, and nobody waits for it any longer")
             if there is None or not there.idle:
-                return there is not None and there.parked is not None
+                return there is not None and there.parked
             if not self.offloader:
                 raise CannotParkError(
                     display_id(key),
@@ -266,8 +266,7 @@ class DeviceCapacity:
                 if entry is None:
                     return None, None
                 going.append(entry)
-                entry.moving = True
-                self._table.take(entry)
+                self._table.transition(entry, Placement.LEAVING)
             return entry, self.offloader.offload(entry, swap=swap)
         except BaseException as error:
             self.offloader.stopped(error, going)

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_omni_session_state.accounting.append_tracking import RegionLog
-from vllm_omni_session_state.accounting.regions import Region
 from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
-from vllm_omni_session_state.manager.charging import charge_session
+from vllm_omni_session_state.manager.charging import Charge, measure
 from vllm_omni_session_state.manager.entry import Entry
 from vllm_omni_session_state.manager.offloader import Offloader, finished
 from vllm_omni_session_state.manager.table import Table
@@ -56,7 +54,7 @@ class Leases:
         """Bring a session to the device, or make room for a new one. See ``prepare()`` there."""
         with self._table.lock:
             entry, place = self._table.wait_until_placed(key), self._table.place(key)
-            parked = entry is not None and entry.parked is not None
+            parked = entry is not None and entry.parked
         if not parked:
             if self._offloader:  # else none is ever parked
                 self._offloader.ranks.meet(key, place)
@@ -107,7 +105,7 @@ class Leases:
                 elif coming:
                     self._offloader.restore(entry, lease, no_place=why)
                     return entry
-                elif entry.parked is None:
+                elif not entry.parked:
                     return entry
                 else:
                     why, asked = self._capacity.reserve_kv_slot(key), True
@@ -135,13 +133,13 @@ class Leases:
             if entry is None:
                 return None
             entry.stale = False
-            if entry.parked is None:
-                table.touch(entry, lease=lease, count=count)
+            if not entry.parked:
+                table.lend(entry, lease, count=count)
             elif lease is None:
                 raise SessionParkedError(display_id(key))
             elif coming is not None:
                 coming.append(entry)
-                table.mark_in_transit(entry)
+                table.transition(entry, entry.placement.away)
             return entry
 
     def _newcomer(self, key: str, *, paid: bool) -> Entry | None:
@@ -168,9 +166,12 @@ class Leases:
         entry = self._table.entries.get(key)
         if entry is None or lease not in entry.leases:
             return False
-        held: tuple[tuple[Region, ...], RegionLog | None] = (), None
+        charge: Charge | None = None
         try:
-            held = charge_session(entry.session, self._table, self._offloader.declaration)
+            charge = measure(entry.session, self._offloader.declaration)
         finally:
-            ended = finished(lambda: self._table.end_lease(entry, lease, *held))
+            ended = finished(
+                lambda: self._table.end_lease(entry, lease, charge),
+                lambda: self._table.end_lease(entry, lease, None),
+            )
         return ended
