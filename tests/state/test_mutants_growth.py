@@ -146,15 +146,15 @@ def a_pile_is_in_the_other_role():
 
 
 def lists_of_the_other_role_are_forgotten():
-    roles = SessionState.roles
+    parts = SessionState.parts
 
     def forgetful(self, on_host):
-        device, host, engine = roles(self, on_host)
+        device, host, engine = parts(self, on_host)
         if host.lists:
             device.lists.clear()
         return device, host, engine
 
-    return mock.patch.object(SessionState, "roles", forgetful)
+    return mock.patch.object(SessionState, "parts", forgetful)
 
 
 def a_glance_trusts_the_place():

@@ -58,7 +58,7 @@ def measure(session: SessionState, declaration: Declaration | None) -> Charge:
 
 
 def _measure(session: SessionState, declaration: Declaration | None) -> Charge:
-    on_device, on_host, engine = session.roles(host_fields(declaration))
+    on_device, on_host, engine = session.parts(host_fields(declaration))
     # One role's lists may grow; lists of the other one beside them are walked as any value is.
     growing, still = (on_host, on_device) if on_host.lists else (on_device, on_host)
     still.values.extend(still.lists)
