@@ -89,6 +89,15 @@ def take_a_step(manager):
         assert holds(session, ord("b"))
 
 
+def step_as_a_runner_does(manager):
+    try:
+        manager.prepare("b")
+        with manager.lease("b") as session:
+            assert holds(session, ord("b"))
+    finally:
+        manager.give_back("b")
+
+
 def take_the_first_step(manager):
     manager.capacity.device_budget = 0
     begin(manager, "e")
@@ -101,6 +110,7 @@ DO = [
     bring_back_from_host,
     bring_back_from_disk,
     take_a_step,
+    step_as_a_runner_does,
     take_the_first_step,
 ]
 

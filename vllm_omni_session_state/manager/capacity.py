@@ -135,6 +135,10 @@ class DeviceCapacity:
                 return False  # somebody has left meanwhile
         raise self.eviction.refusal(full)
 
+    def full(self, key: str) -> bool:
+        """Whether a session needs a place in the pool, and somebody must give one up for it."""
+        return self.pool is not None and bool(self.offloader) and not self.pool.has_place(key)
+
     def reserve_kv_slot(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
 
@@ -144,7 +148,7 @@ class DeviceCapacity:
             Why it has none; ``None`` if it has one.
         """
         pool = self.pool
-        if pool is None or not self.offloader or pool.has_place(key):
+        if pool is None or not self.full(key):
             return None
         refused: list[Refused] = []
         with self._table.lock:

@@ -46,6 +46,25 @@ OUT = frozenset({Placement.NEW, Placement.DETACHED, Placement.ENDED})
 
 
 @dataclass(slots=True, eq=False)
+class Lease:
+    """One use of a session; it ends once, however often it is given back.
+
+    Attributes:
+        key: The session's.
+        entry: The session's, from when the use begins.
+    """
+
+    key: str
+    entry: Entry | None = None
+
+    @property
+    def session(self) -> SessionState:
+        """The session, once the use has begun."""
+        assert self.entry is not None, "it has begun"
+        return self.entry.session
+
+
+@dataclass(slots=True, eq=False)
 class Entry:
     """One session of the table. Every field is read and written under the manager's lock.
 
@@ -54,7 +73,6 @@ class Entry:
         placement: Where it is; ``Table.transition()`` alone changes it.
         leases: Uses under way; while there is one, the session is neither moved nor evicted.
         ending: Whether a drop waits for the last lease to end.
-        fresh: Whether nobody has used it yet.
         turn: The number of its last use among all uses of all sessions.
         used_at: When that was, by this process's monotonic clock; shown, and never decided by.
         stale: Whether the server has said that nobody has stepped it for long, and nobody has since.
@@ -63,9 +81,8 @@ class Entry:
 
     session: SessionState
     placement: Placement = Placement.NEW
-    leases: set[object] = field(default_factory=set)
+    leases: set[Lease] = field(default_factory=set)
     ending: bool = False
-    fresh: bool = True
     turn: int = 0
     used_at: float = 0.0
     stale: bool = False

@@ -7,17 +7,13 @@ holds, and is the most recently used one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
-from vllm_omni_session_state.manager.charging import Charge, measure
-from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.charging import measure
+from vllm_omni_session_state.manager.entry import Entry, Lease
 from vllm_omni_session_state.manager.offloader import Offloader, finished
 from vllm_omni_session_state.manager.table import Table
-from vllm_omni_session_state.state.session import SessionState
 
 
 class Leases:
@@ -27,52 +23,71 @@ class Leases:
         table: The sessions.
         offloader: Brings them back.
         room: Makes room for new ones.
+
+    Attributes:
+        pins: By session key, uses that were prepared and that nobody has taken over yet.
     """
 
     def __init__(self, table: Table, offloader: Offloader, room: DeviceCapacity) -> None:
         self._table = table
         self._offloader = offloader
         self._capacity = room
+        self.pins: dict[str, Lease] = {}
 
-    @contextmanager
-    def span(self, key: str, *, count: bool = True) -> Iterator[SessionState]:
-        """Use a session for the span of a ``with``. See ``begin()``."""
-        lease = object()
+    def prepare(self, key: str, *, new: bool, count: bool = True) -> Lease | None:
+        """See ``SessionStateManager.prepare()``; ``count``: whether it counts as a hit or a miss."""
+        pin = Lease(key)
         try:
-            yield self.begin(key, lease, count=count).session
+            if not self._prepared(pin, new=new, count=count):
+                return None
+            earlier, self.pins[key] = self.pins.get(key), pin
+            if earlier is not None:
+                self.end(earlier)
+        except BaseException:
+            self.end(pin)
+            raise
         finally:
-            try:
-                self._end(key, lease)
-            finally:
-                self._end(key, lease)  # a stop of the process can come before the first one has begun
+            self._table.tell()
+        return pin
 
-    def _end(self, key: str, lease: object) -> None:
-        if self.end(key, lease):
-            self.drop(key)
-
-    def prepare(self, key: str, *, new: bool) -> bool:
-        """Bring a session to the device, or make room for a new one. See ``prepare()`` there."""
-        with self._table.lock:
-            entry, place = self._table.wait_until_placed(key), self._table.place(key)
+    def _prepared(self, pin: Lease, *, new: bool, count: bool) -> bool:
+        """Whether the session is there; then it is on the device, and in use from now on."""
+        key, table, capacity = pin.key, self._table, self._capacity
+        with table.lock:
+            entry = table.wait_until_placed(key)
             parked = entry is not None and entry.parked
+            if entry is not None and not (parked or self._offloader.ranks or (new and capacity.full(key))):
+                entry.stale = False
+                table.lend(entry, pin, count=count)
+                return True
+            place = table.place(key)
         if not parked:
             if self._offloader:  # else none is ever parked
                 self._offloader.ranks.meet(key, place)
-            if not new:
-                return entry is not None
+            if entry is None and not new:
+                return False
             if entry is None:
                 self.refuse_the_lost(key)
-            why = self._capacity.reserve_kv_slot(key)
-            if why is not None and self._capacity.eviction.loses_nobody:
-                raise self._capacity.eviction.refusal(why)  # else the engine drops its oldest session
-        if parked or entry is None:
-            with self.span(key, count=False):
-                pass
+            why = capacity.reserve_kv_slot(key) if new else None
+            if why is not None and capacity.eviction.loses_nobody:
+                raise capacity.eviction.refusal(why)  # else the engine drops its oldest session
+        self.begin(key, pin, count=count)
         return True
 
-    def drop(self, key: str) -> bool:
-        """End a session, once nobody uses it; whether there is one."""
-        entry = self._table.remove(key)
+    def take(self, pin: Lease) -> bool:
+        """Take a use over from who prepared it; whether nobody has by now."""
+        with self._table.lock:
+            return self.pins.get(pin.key) is pin and self.pins.pop(pin.key) is pin
+
+    def give_back(self, key: str) -> None:
+        """End a use that was prepared and that nobody took over, if there is one."""
+        if (pin := self.pins.get(key)) is not None:
+            self.end(pin)
+            self._table.tell(ended=True)
+
+    def drop(self, key: str, *, clear: bool = True) -> bool:
+        """End a session, once nobody uses it; whether there is one. ``clear``: it may begin anew if lost."""
+        entry = self._table.remove(key, clear=clear)
         if entry is None:
             return False
         if not entry.leases:
@@ -81,7 +96,7 @@ class Leases:
         self._table.tell()
         return True
 
-    def begin(self, key: str, lease: object | None, *, count: bool = True) -> Entry:
+    def begin(self, key: str, lease: Lease | None, *, count: bool = True) -> Entry:
         """The entry of a session that is on the device; waits, restores and makes room as it must.
 
         Args:
@@ -103,6 +118,7 @@ class Leases:
                 if entry is None:
                     paid = self._capacity.make() or paid
                 elif coming:
+                    assert lease is not None, "else it stays parked"
                     self._offloader.restore(entry, lease, no_place=why)
                     return entry
                 elif not entry.parked:
@@ -114,7 +130,7 @@ class Leases:
             raise
 
     def _seat(
-        self, key: str, lease: object | None, *, count: bool, paid: bool, coming: list[Entry] | None
+        self, key: str, lease: Lease | None, *, count: bool, paid: bool, coming: list[Entry] | None
     ) -> Entry | None:
         """The entry of a session, used from now on where it is on the device; ``None`` for no room.
 
@@ -129,7 +145,7 @@ class Leases:
         with table.lock:
             entry = table.wait_until_placed(key)
             if entry is None:
-                entry = self._newcomer(key, paid=paid)
+                entry, count = self._newcomer(key, paid=paid), False
             if entry is None:
                 return None
             entry.stale = False
@@ -157,21 +173,18 @@ class Leases:
         if reason is not None and self._capacity.eviction.on_lost == "error":
             raise SessionStateLostError(display_id(key), reason.value)
 
-    def end(self, key: str, lease: object) -> bool:
-        """End a use, if it has begun. Never raises: it runs after a forward's own body.
-
-        Returns:
-            Whether a drop was waiting for this.
-        """
-        entry = self._table.entries.get(key)
-        if entry is None or lease not in entry.leases:
-            return False
-        charge: Charge | None = None
-        try:
-            charge = measure(entry.session, self._offloader.declaration)
-        finally:
-            ended = finished(
-                lambda: self._table.end_lease(entry, lease, charge),
-                lambda: self._table.end_lease(entry, lease, None),
-            )
-        return ended
+    def end(self, lease: Lease) -> None:
+        """End a use, if it has begun. Never raises: it runs after a forward's own body."""
+        entry, charge = lease.entry, None
+        if entry is not None and lease in entry.leases:
+            try:
+                charge = measure(entry.session, self._offloader.declaration)
+            finally:
+                ended = finished(
+                    lambda: self._table.end_lease(entry, lease, charge),
+                    lambda: self._table.end_lease(entry, lease, None),
+                )
+            if ended:  # what was said of it meanwhile, that it is lost, stays said
+                self.drop(lease.key, clear=False)
+        if self.pins.get(lease.key) is lease:
+            del self.pins[lease.key]

@@ -24,6 +24,7 @@ from vllm_omni_session_state.manager.capacity import DeviceCapacity
 from vllm_omni_session_state.manager.changes import Changes
 from vllm_omni_session_state.manager.charging import charge_session
 from vllm_omni_session_state.manager.consensus import AllGather
+from vllm_omni_session_state.manager.entry import Lease
 from vllm_omni_session_state.manager.eviction import EvictionPolicy
 from vllm_omni_session_state.manager.kv_slots import KVSlots
 from vllm_omni_session_state.manager.leases import Leases
@@ -169,10 +170,21 @@ class SessionStateManager:
             SessionStateLostError: If it was lost and ``on_lost`` is ``"error"``.
             NoRoomError: If it is new, there is no room and ``on_lost`` is ``"error"``.
         """
+        uses, key = self._uses, session_key(session_id)
+        lease = uses.pins.get(key)
         try:
-            with self._uses.span(session_key(session_id)) as session:
+            try:
+                if lease is None or not uses.take(lease):
+                    lease = Lease(key)
+                    uses.begin(key, lease)
                 self._table.tell()
-                yield session
+                yield lease.session
+            finally:
+                if lease is not None:
+                    try:
+                        uses.end(lease)
+                    finally:
+                        uses.end(lease)  # a stop of the process can come before the first one has begun
             self.capacity.enforce()
         finally:
             self._table.tell(ended=True)
@@ -191,37 +203,35 @@ class SessionStateManager:
         """
         return self._uses.begin(session_key(session_id), None).session
 
-    def prepare(self, session_id: str | None, *, new: bool = True) -> bool:
-        """Bring a session to the device, or make room for a new one, ahead of a lease on it.
+    def prepare(self, session_id: str | None, *, new: bool = True) -> Lease | None:
+        """Bring a session to the device, or make room for a new one, and pin it there.
 
-        Ranks that park call it all at once, and tell each other where they have it. Returns whether it is
-        there; with ``new`` off one that is not does not begin.
+        The next ``lease()`` takes the pin over; until then ``give_back()`` ends it. Ranks that park call this
+        all at once, and tell each other where they have the session. Returns ``None`` for one that is not
+        there, and with ``new`` off does not begin.
 
         Raises:
             SessionRestoreFailedError: As for ``lease()``, and so the others.
         """
         return self._uses.prepare(session_key(session_id), new=new)
 
+    def give_back(self, session_id: str | None) -> None:
+        """End the pin of a session, if ``prepare()`` made one and no lease has taken it over."""
+        self._uses.give_back(session_key(session_id))
+
     def park(self, session_id: str | None, *, until: float | None = None) -> bool:
-        """Park a session that nobody uses, also while the budgets have room for it.
-
-        Args:
-            session_id: Which.
-            until: When to wait no longer for one that is on its way, by the monotonic clock.
-
-        Returns:
-            Whether it is parked now; one that is in use or not there is not.
+        """Park a session that nobody uses, also while the budgets have room for it; whether it is parked now.
 
         Raises:
-            CannotParkError: It stays on the device, and the error says why.
+            CannotParkError: It stays on the device, and the error says why. Also if it is still on its way at
+                ``until``, by the monotonic clock.
         """
         return self.capacity.send(session_key(session_id), until=until)
 
     def mark_stale(self, session_id: str | None) -> bool:
         """Say that nobody has stepped a session for long: it may go when room is wanted. A use unmarks it.
 
-        Returns:
-            Whether it is marked; one that is in use or not there is not.
+        Returns whether it is marked; one that is in use or not there is not.
         """
         return self.capacity.eviction.mark(session_key(session_id))
 
@@ -230,23 +240,21 @@ class SessionStateManager:
         self.capacity.eviction.clock = True
 
     def restore(self, session_id: str | None) -> bool:
-        """Bring a parked session back; where the budgets have no room for it, it is parked again.
+        """Bring a parked session back, or park it again if there is no room; whether it is on the device now.
 
-        Returns:
-            Whether it is on the device now.
-
-        Raises:
-            SessionRestoreFailedError: As for ``prepare()``, and so the others.
+        Raises as ``prepare()``.
         """
-        self.prepare(session_id, new=False)
+        pin = self._uses.prepare(session_key(session_id), new=False, count=False)
+        if pin is not None:
+            self._uses.end(pin)
         self.capacity.enforce()
+        self._table.tell()
         return (session := self.peek(session_id)) is not None and not session.parked
 
     def begin_restore(self, session_id: str | None) -> bool:
-        """Read a session that is parked on the disk into host memory in the background: its step is near.
+        """Read a session on the disk into host memory in the background: its step is near.
 
-        Returns:
-            Whether it is parked there, and is being read. Few are at once, beside ``host_budget``.
+        Returns whether it is read. Few are at once, beside ``host_budget``.
         """
         return self.offloader.begin(session_key(session_id))
 
@@ -261,10 +269,8 @@ class SessionStateManager:
     def drop_session(self, session_id: str | None) -> bool:
         """End a session and free all it holds, also for whoever still holds it.
 
-        While it is in use the end waits for the last lease. A session that was lost may begin anew.
-
-        Returns:
-            Whether there was such a session.
+        While it is in use the end waits for the last lease. A session that was lost may begin anew. Returns
+        whether there was such a session.
         """
         return self._uses.drop(session_key(session_id))
 
@@ -291,10 +297,8 @@ class SessionStateManager:
 
     def peek(self, session_id: str | None) -> SessionState | None:
         """The session of that id or ``None``; looking does not make it recently used."""
-        key = session_key(session_id)
-        with self._table.lock:
-            entry = self._table.entries.get(key)
-            return None if entry is None else entry.session
+        entry = self._table.entries.get(session_key(session_id))
+        return None if entry is None else entry.session
 
     def keys(self) -> tuple[str, ...]:
         """The key of every session: parked ones, then idle ones by last use, then those in use."""
@@ -311,16 +315,13 @@ class SessionStateManager:
 
     def used(self, session_id: str | None) -> bool:
         """Whether somebody uses the session of that id, or it is on its way."""
-        with self._table.lock:
-            entry = self._table.entries.get(session_key(session_id))
-            return entry is not None and entry.used
+        entry = self._table.entries.get(session_key(session_id))
+        return entry is not None and entry.used
 
     def stats(self) -> dict[str, int]:
-        """Counters, and bytes as of each session's last settlement.
+        """Sessions, events and bytes, as the page on state has them, as of each session's last settlement.
 
-        Returns:
-            By name, as the page on state has them: sessions, events, bytes. All ``nbytes:<device>``, or all
-            ``tier_nbytes:<tier>:<live or parked>:<device>``, are together ``total_nbytes``.
+        All ``nbytes:<device>``, and all ``tier_nbytes:<tier>:<kind>:<device>``, are ``total_nbytes``.
         """
         return {
             "max_sessions": self.capacity.max_sessions,
@@ -329,7 +330,7 @@ class SessionStateManager:
         }
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """Bytes of the table's sessions by device, each region once, as of their last settlement."""
+        """Bytes of the table's sessions by device, each once, as of their last settlement."""
         with self._table.lock:
             return self._table.accounts.held_by_device()
 

@@ -29,7 +29,7 @@ from vllm_omni_session_state.base.errors import (
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.manager.charging import Charge, charge_of, measure
-from vllm_omni_session_state.manager.entry import Entry, Placement
+from vllm_omni_session_state.manager.entry import Entry, Lease, Placement
 from vllm_omni_session_state.manager.move_stats import Move
 from vllm_omni_session_state.manager.tiers import Tiers
 from vllm_omni_session_state.offload.disk_tier import DiskTier
@@ -153,7 +153,7 @@ class Offloader(Tiers):
         except Exception as error:  # noqa: BLE001 - the rest stays where it is
             LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.host_lru), error)
 
-    def restore(self, entry: Entry, lease: object, *, no_place: str | None) -> None:
+    def restore(self, entry: Entry, lease: Lease, *, no_place: str | None) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
 
         Args:
@@ -196,7 +196,7 @@ class Offloader(Tiers):
         if failed is not None:
             raise SessionRestoreFailedError(display_id(session.key), failed) from failed
 
-    def _lend(self, entry: Entry, lease: object) -> None:
+    def _lend(self, entry: Entry, lease: Lease) -> None:
         with self._table.lock:
             self._table.lend(entry, lease)
 

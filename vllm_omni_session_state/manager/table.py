@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.manager.entry import MOVING, ON_DISK, OUT, PARKED, Entry, Placement
+from vllm_omni_session_state.manager.entry import MOVING, ON_DISK, OUT, PARKED, Entry, Lease, Placement
 from vllm_omni_session_state.manager.losses import Losses, Reason
 from vllm_omni_session_state.manager.lru import LruOrder
 from vllm_omni_session_state.state.session import SessionState
@@ -140,9 +140,10 @@ class Table:
 
         Of one that is not there also what decides whether there is room for it.
         """
-        entry, lost = self.entries.get(key), self.losses.reason(key)
+        entry = self.entries.get(key)
         if entry is not None:
             return entry.tier
+        lost = self.losses.reason(key)
         what = "not there" if lost is None else f"lost ({lost.value})"
         return f"{what}, of {len(self.entries)} sessions {self.parked} are parked, {self.on_disk} on the disk"
 
@@ -165,25 +166,24 @@ class Table:
         entry.turn, entry.used_at = self._turns, time.monotonic()
         self.transition(entry, Placement.IDLE, charge)
 
-    def lend(self, entry: Entry, lease: object, *, count: bool = False) -> None:
+    def lend(self, entry: Entry, lease: Lease | None, *, count: bool = False) -> None:
         """A session on the device, or on its way there, is used. Lock held.
 
         Args:
             entry: The session's.
             lease: The use that begins, ``None`` where it is for this moment only.
-            count: Whether it counts as a hit or a miss.
+            count: Whether it counts as a hit.
         """
-        if count and not entry.leases:
-            self.hits += not entry.fresh
-            entry.fresh = False
+        self.hits += count and not entry.leases
         if lease is not None:
+            lease.entry = entry
             entry.leases.add(lease)
             if entry.placement is not Placement.LEASED:
                 self.transition(entry, Placement.LEASED)
         elif not entry.leases:
             self.use(entry)
 
-    def end_lease(self, entry: Entry, lease: object, charge: Charge | None) -> bool:
+    def end_lease(self, entry: Entry, lease: Lease, charge: Charge | None) -> bool:
         """One use has ended. Takes the lock.
 
         Args:
@@ -223,14 +223,19 @@ class Table:
         self.evictions += 1
         self.transition(entry, Placement.DETACHED if entry.idle else Placement.ENDED)
 
-    def remove(self, key: str) -> Entry | None:
+    def remove(self, key: str, *, clear: bool) -> Entry | None:
         """Take a session out, unless it is in use: then its entry is marked. Takes the lock.
+
+        Args:
+            key: The session's.
+            clear: Whether one that was lost may begin anew.
 
         Returns:
             The entry, still leased where the removal must wait; ``None`` where there is none.
         """
         with self.lock:
-            self.losses.clear(key)
+            if clear:
+                self.losses.clear(key)
             entry = self.wait_until_placed(key)
             if entry is None:
                 return None

@@ -3,8 +3,10 @@
 The runner drops a session on any exception inside the scope of a forward. A restore that failed there
 would destroy the session that it failed to read, so it happens before, where the runner looks for the
 session. There is also where room is made in the pool, before the runner's own loop would drop somebody, and
-where a session's KV joins what its manager knows of it. And the runner knows why it releases a session, which
-the pipeline is not told. Where it makes its KV pool, the ranks of a model agree how they go on.
+where a session's KV joins what its manager knows of it. The session is pinned from there on: the forward's
+lease takes the pin over, and one that no lease took is given back before vLLM-Omni drops the session. And
+the runner knows why it releases a session, which the pipeline is not told. Where it makes its KV pool, the
+ranks of a model agree how they go on.
 
 Patched on the class, once, and only where a pipeline has a manager; for any other pipeline the methods are
 vLLM-Omni's.
@@ -12,8 +14,10 @@ vLLM-Omni's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SeamMismatchError
@@ -42,59 +46,76 @@ def hook_runner() -> bool:
     if hasattr(ARDiffusionModelRunner._get_or_create_session, _MARK):
         return hasattr(ARDiffusionModelRunner._preallocate_kv_cache, _MARK)
     seams.check(ARDiffusionModelRunner, seams.RUNNER_SEAMS)
-    _wrap(ARDiffusionModelRunner)
+    for around in (_get_or_create_session, _bound_ar_session, _release_session):
+        _wrap(ARDiffusionModelRunner, around)
     try:
         seams.check(ARDiffusionModelRunner, seams.SIZING_SEAMS)
     except SeamMismatchError as error:
         agreement.say_host_sizes(error)
         return False
-    _wrap_sizing(ARDiffusionModelRunner)
+    _wrap(ARDiffusionModelRunner, _preallocate_kv_cache)
     return True
 
 
-def _wrap(runner: Any) -> None:
-    find, release = runner._get_or_create_session, runner._release_session
+def _wrap(runner: Any, around: Callable[..., Any]) -> None:
+    original = getattr(runner, around.__name__)
 
-    @functools.wraps(find)
-    def _get_or_create_session(self: Any, session_id: str) -> Any:
-        manager = _manager_of(self)
-        if manager is None:
-            return find(self, session_id)
-        if manager.kv_slots is None:
-            agreement.take_pool(self, manager)
-        manager.prepare(session_id)
-        session = manager.peek(session_id)
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    setattr(runner, around.__name__, method)
+
+
+def _get_or_create_session(original: Callable[..., Any], self: Any, session_id: str) -> Any:
+    manager = _manager_of(self)
+    if manager is None:
+        return original(self, session_id)
+    if manager.kv_slots is None:
+        agreement.take_pool(self, manager)
+    pin = manager.prepare(session_id)  # the forward's lease takes it over
+    session = None if pin is None else pin.session
+    try:
         if session is not None and session.empty and session_id in self._sessions:
             # A new session, and the engine has KV of one that was lost under its id.
             self._sessions.pop(session_id).close()
-        state = find(self, session_id)
+        state = original(self, session_id)
         _join(self, session, state)
-        return state
-
-    @functools.wraps(release)
-    def _release_session(self: Any, session_id: str, *, reason: str, **how: Any) -> None:
-        manager = _manager_of(self)
-        lost = _LOST.get(reason) if manager is not None and session_id in manager else None
-        try:
-            release(self, session_id, reason=reason, **how)
-        finally:
-            if manager is not None and lost is not None:
-                manager.mark_lost(session_id, lost)
-
-    setattr(_get_or_create_session, _MARK, True)
-    runner._get_or_create_session = _get_or_create_session
-    runner._release_session = _release_session
+    except BaseException:
+        manager.give_back(session_id)
+        raise
+    return state
 
 
-def _wrap_sizing(runner: Any) -> None:
-    original = runner._preallocate_kv_cache
+@contextlib.contextmanager
+def _bound_ar_session(original: Callable[..., Any], self: Any, session_id: str, **how: Any) -> Iterator[None]:
+    try:
+        with original(self, session_id, **how):
+            yield
+    finally:
+        if (manager := _manager_of(self)) is not None:
+            manager.give_back(session_id)
 
-    @functools.wraps(original)
-    def _preallocate_kv_cache(self: Any, *, available_bytes: int | None = None) -> None:
-        agreement.preallocate(self, functools.partial(original, self), available_bytes)
 
-    setattr(_preallocate_kv_cache, _MARK, True)
-    runner._preallocate_kv_cache = _preallocate_kv_cache
+def _release_session(
+    original: Callable[..., Any], self: Any, session_id: str, *, reason: str, **how: Any
+) -> None:
+    manager = _manager_of(self)
+    lost = _LOST.get(reason) if manager is not None and session_id in manager else None
+    if manager is not None:
+        manager.give_back(session_id)  # while it is pinned, a drop of it would wait
+    try:
+        original(self, session_id, reason=reason, **how)
+    finally:
+        if manager is not None and lost is not None:
+            manager.mark_lost(session_id, lost)
+
+
+def _preallocate_kv_cache(
+    original: Callable[..., Any], self: Any, *, available_bytes: int | None = None
+) -> None:
+    agreement.preallocate(self, functools.partial(original, self), available_bytes)
 
 
 def _join(runner: Any, session: SessionState | None, state: Any) -> None:
