@@ -60,7 +60,7 @@ def test_a_slab_is_pinned_and_counted_as_pinned(manager):
     with manager.lease("a") as session:
         fill(session, 2)
     manager.park("a")
-    assert manager._table.entries["a"].parked.held.slab.is_pinned()
+    assert manager._table.entries["a"].gone_to.held.slab.is_pinned()
     assert manager.stats()[f"nbytes:{PINNED}"] == manager.offloader.host.nbytes
 
 

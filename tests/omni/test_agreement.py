@@ -56,14 +56,13 @@ class Ranks:
 
     def load(self, rank, tmp_path, *, sizes_pool=False, tiers=True):
         pipeline = Pipeline()
-        load = agreement.Load(object(), weakref.ref(pipeline), terms="as asked")
+        load = agreement.Load(object(), weakref.ref(pipeline), terms="as asked", sizes_pool=sizes_pool)
         manager = SessionStateManager(
             device_budget=100 if sizes_pool else None,
             tier=HostTier(budget=1 << 20) if tiers else None,
             disk=DiskTier(tmp_path / f"rank {rank}", budget=1 << 20) if tiers else None,
             exchange=self.exchange,
         )
-        manager.capacity.sizes_pool = sizes_pool
         load.patches.set(pipeline, "_memory_manager", manager)
         load.manager = weakref.ref(manager)
         agreement.loads.append(load)

@@ -130,6 +130,27 @@ def test_files_stay_short_and_say_what_they_are(path):
     assert ast.get_docstring(ast.parse(text))
 
 
+PARTS = {"capacity", "offloader", "_table", "_uses", "_outside"}
+"""What a manager is made of. `watch` and `moves` are for everybody."""
+
+
+def test_the_parts_of_a_manager_are_still_those():
+    tree = ast.parse((ROOT / "manager" / "manager.py").read_text())
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    made = {each.attr for node in assigned for each in node.targets if isinstance(each, ast.Attribute)}
+    assert made >= PARTS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nobody_reaches_past_a_manager_s_own_methods(path):
+    if path.relative_to(ROOT).parts[0] == "manager":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in PARTS:
+            whose = ast.unparse(node.value)
+            assert "manager" not in whose, f"{path}:{node.lineno} reaches for {whose}.{node.attr}"
+
+
 def test_the_base_needs_the_standard_library_alone():
     import sys
 

@@ -367,13 +367,13 @@ def test_a_tier_that_has_no_room_for_one_session_is_a_complaint_at_start(caplog,
     disk, why = budgets.disk_tier(bounds, keep=False)
     assert not why
     manager = SessionStateManager(device_budget=bounds.device, tier=HostTier(budget=bounds.host), disk=disk)
-    budgets.say(budgets.too_small(manager.offloader))
+    budgets.say(budgets.too_small(manager))
     assert caplog.records == [], "nothing is declared"
     for device, kv, lines in ((1 << 19, 0, 0), (1 << 19, 1, 1), (1 << 20, 1, 2)):
         manager.declaration = Declaration(device_nbytes=device, host_fields=frozenset())
         manager.offloader.engine_nbytes = kv
         for _ in range(2):
-            budgets.say(budgets.too_small(manager.offloader))
+            budgets.say(budgets.too_small(manager))
         assert len(caplog.records) == lines
     texts = [record.getMessage() for record in caplog.records]
     assert [text.partition(" has room for no session")[0] for text in texts] == [

@@ -208,7 +208,7 @@ class EvictionMachine(RuleBasedStateMachine):
         """Bring the lists to where the manager is."""
         table, model = self.manager._table, self.model
         model.used = [
-            entry.session.key for entry in sorted(table.entries.values(), key=lambda entry: entry.place)
+            entry.session.key for entry in sorted(table.entries.values(), key=lambda entry: entry.turn)
         ]
         model.place = {key: entry.tier for key, entry in table.entries.items()}
         model.leases = {key: len(entry.leases) for key, entry in table.entries.items()}
@@ -320,7 +320,7 @@ class EvictionMachine(RuleBasedStateMachine):
             return
         self.manager.check()
         table, model = self.manager._table, self.model
-        by_use = sorted(table.entries.values(), key=lambda entry: entry.place)
+        by_use = sorted(table.entries.values(), key=lambda entry: entry.turn)
         assert [entry.session.key for entry in by_use if not entry.leases] == [
             key for key in model.used if not model.leases.get(key)
         ]

@@ -200,7 +200,7 @@ def settle_never_runs():
 def contents_without_the_objects():
     nothing = Role([], [])
     return mock.patch.object(
-        SessionState, "roles", lambda self, _: (Role([*self.attrs.values()], []), nothing, [], [])
+        SessionState, "parts", lambda self, _: (Role([*self.attrs.values()], []), nothing, [], [])
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from unittest import mock
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
+from vllm_omni_session_state.manager.entry import Placement
 from vllm_omni_session_state.manager.eviction import EvictionPolicy
 from vllm_omni_session_state.manager.leases import Leases
 from vllm_omni_session_state.manager.lru import LruOrder
@@ -55,50 +57,64 @@ uses_unmark = with_disk(cases.test_a_use_unmarks)
 of_no_use = cases.test_marked_sessions_stay_where_letting_them_go_would_make_no_room
 growing = cases.test_where_sessions_grow_beyond_what_the_tiers_hold_the_device_still_has_no_more
 
-stay, mark_parked, resting, lose = Table.stay, Table.mark_parked, Table.resting, Table.lose
+transition, resting = Table.transition, Table.resting
+PARKS = (Placement.ON_HOST, Placement.ON_DISK)
+
+
+def wrong(change):
+    """`transition()` with something wrong before it."""
+
+    def mutated(self, entry, to, charge=None):
+        change(self, entry, to)
+        transition(self, entry, to, charge)
+
+    return mock.patch.object(Table, "transition", mutated)
 
 
 def who_was_refused_becomes_the_most_recent_one():
-    def stays(self, entry):
-        stay(self, entry)
-        self._use(entry)
+    def used(table, entry, to):
+        if entry.placement is Placement.LEAVING and to is Placement.IDLE:
+            entry.turn = max((each.turn for each in table.entries.values()), default=0) + 1
 
-    return mock.patch.object(Table, "stay", stays)
+    return wrong(used)
 
 
 def who_was_refused_becomes_the_oldest_one():
-    def stays(self, entry):
-        entry.place = -entry.place
-        stay(self, entry)
+    def oldest(_, entry, to):
+        if entry.placement is Placement.LEAVING and to is Placement.IDLE:
+            entry.turn = -entry.turn
 
-    return mock.patch.object(Table, "stay", stays)
+    return wrong(oldest)
 
 
 def what_is_parked_counts_as_just_used():
-    def shelved(self, entry, parked):
-        entry.place = max((each.place for each in self.entries.values()), default=0) + 1
-        mark_parked(self, entry, parked)
+    def used(table, entry, to):
+        if to in PARKS:
+            entry.turn = max((each.turn for each in table.entries.values()), default=0) + 1
 
-    return mock.patch.object(Table, "mark_parked", shelved)
+    return wrong(used)
 
 
 def the_oldest_is_who_was_parked_first():
     parked = {}
 
-    def shelved(self, entry, where):
-        parked.setdefault(entry.session.serial, len(parked))
-        mark_parked(self, entry, where)
+    def note(_, entry, to):
+        if to in PARKS:
+            parked.setdefault(entry.session.serial, len(parked))
 
     def by_park(self, **how):
         there = resting(self, **how)
-        return sorted(there, key=lambda entry: (entry.parked is None, parked.get(entry.session.serial, 0)))
+        return sorted(there, key=lambda entry: (not entry.parked, parked.get(entry.session.serial, 0)))
 
-    return mock.patch.multiple(Table, mark_parked=shelved, resting=by_park)
+    stack = contextlib.ExitStack()
+    stack.enter_context(wrong(note))
+    stack.enter_context(mock.patch.object(Table, "resting", by_park))
+    return stack
 
 
 def the_oldest_on_the_device_is_lost_before_any_that_is_parked():
     def device_first(self, **how):
-        return sorted(resting(self, **how), key=lambda entry: (entry.parked is not None, entry.place))
+        return sorted(resting(self, **how), key=lambda entry: (entry.parked, entry.turn))
 
     return mock.patch.object(Table, "resting", device_first)
 
@@ -176,7 +192,11 @@ def a_stop_leaves_a_session_on_its_way():
 
 
 def the_order_takes_no_place_back():
-    return mock.patch.object(LruOrder, "put_back", lambda self, key, _: self.use(key))
+    def put(self, key, turn):
+        self.pop(key, None)
+        self[key] = turn
+
+    return mock.patch.object(LruOrder, "put", put)
 
 
 CAUGHT_BY = {

@@ -166,15 +166,15 @@ def a_log_is_in_the_other_role():
 
 
 def lists_of_the_other_role_are_forgotten():
-    roles = SessionState.roles
+    parts = SessionState.parts
 
     def forgetful(self, on_host):
-        device, host, engine, staged = roles(self, on_host)
+        device, host, engine, staged = parts(self, on_host)
         if host.lists:
             device.lists.clear()
         return device, host, engine, staged
 
-    return mock.patch.object(SessionState, "roles", forgetful)
+    return mock.patch.object(SessionState, "parts", forgetful)
 
 
 def a_look_outside_trusts_the_place():

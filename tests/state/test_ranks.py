@@ -392,6 +392,41 @@ def test_a_restore_that_fails_on_one_rank_fails_on_both_with_one_error_and_succe
         assert first[0] == second[0] == "goes on"
 
 
+@pytest.mark.parametrize("parked", [True, False])
+def test_a_rank_that_fails_between_look_and_lease_uses_nothing_and_both_go_on_alike(parked):
+    meeting = Meeting()
+    ranks = [
+        Rank(number, meeting, max_sessions=2, device_budget=None, host=4, on_lost="warn")
+        for number in range(2)
+    ]
+
+    def fail(rank):
+        pin = rank.manager.prepare("a")
+        assert rank.manager.used("a")
+        assert pin.session is rank.manager.peek("a")
+        if rank.number or parked:  # after a restore a rank that goes on alone keeps its budgets alone
+            rank.manager.give_back("a")
+            rank.manager.give_back("a")
+        else:
+            with rank.manager.lease("a") as session:
+                assert session is pin.session
+        rank.manager.check()
+        return rank.manager.used("a"), rank.manager.keys(), rank.manager.stats()["hits"]
+
+    with ThreadPoolExecutor(2) as pool:
+        for key in "abc" if parked else "ab":
+            together(ranks, pool, "use", key)
+        assert [rank.manager.peek("a").parked for rank in ranks] == [parked, parked]
+        first, second = [done.result(LIMIT_S) for done in [pool.submit(fail, rank) for rank in ranks]]
+        assert first == second
+        assert not first[0]
+        for key in "bac":
+            first, second = together(ranks, pool, "use", key)
+            assert first == second
+    for rank in ranks:
+        rank.end()
+
+
 def test_a_rank_that_cannot_park_keeps_its_bytes_says_so_and_gives_the_same_ones_back(caplog):
     meeting = Meeting()
     ranks = [

@@ -8,8 +8,10 @@ import torch
 from profiles import count
 
 from vllm_omni_session_state import SessionStateManager
-from vllm_omni_session_state.base.errors import NoRoomError
+from vllm_omni_session_state.base.errors import NoRoomError, SessionStateLostError
 from vllm_omni_session_state.base.log import forget_said
+from vllm_omni_session_state.manager.entry import Lease
+from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.offload.host_tier import HostTier
 from vllm_omni_session_state.state.session import Declaration
 
@@ -91,7 +93,7 @@ def test_a_storage_that_lives_on_outside_is_named_and_comes_back_as_itself(caplo
         session.attrs["own"] = torch.ones(SIZE, dtype=torch.uint8)
     with caplog.at_level(logging.WARNING, logger="vllm_omni.session_state"), manager.lease("b"):
         pass
-    alive = manager._table.entries["a"].parked.alive
+    alive = manager._table.entries["a"].gone_to.alive
     assert [storage.nbytes() for storage in alive.values()] == [SIZE], "only its own bytes are freed"
     assert [record for record in caplog.records if "does not free its lent" in record.getMessage()]
     outside[0] = 7
@@ -148,15 +150,46 @@ def test_a_drop_during_a_lease_takes_effect_once_at_its_end():
     assert session.attrs == {}
 
 
+def test_the_loss_that_is_recorded_while_a_drop_waits_for_a_lease_stays_recorded():
+    manager = SessionStateManager(on_lost="error")
+    with manager.lease("a"):
+        manager.drop_session("a")
+        manager.mark_lost("a", Reason.FORWARD_EXCEPTION)
+    assert "a" not in manager
+    assert manager.has_lost("a")
+    with pytest.raises(SessionStateLostError), manager.lease("a"):
+        raise AssertionError("it began anew in silence")
+
+
+def test_a_pin_is_taken_over_once_and_counts_as_one_use():
+    manager = SessionStateManager(tier=HostTier(budget=1 << 20))
+    pin = manager.prepare("a")
+    assert not manager.park("a"), "it is in use"
+    with manager.lease("a") as session:
+        assert session is pin.session
+        manager.give_back("a")
+        assert manager.used("a"), "it is the lease's by now"
+    assert not manager.used("a")
+    manager.prepare("a")
+    manager.prepare("a")
+    manager.give_back("a")
+    assert not manager.used("a"), "the later pin stands for both"
+    assert manager.prepare("b", new=False) is None
+    assert "b" not in manager
+    stats = manager.stats()
+    assert (stats["hits"], stats["misses"]) == (1, 1)
+    manager.check()
+
+
 def test_a_lease_that_ends_twice_ends_nobody_elses():
     manager = SessionStateManager()
-    first, second = object(), object()
+    first, second = Lease("a"), Lease("a")
     for lease in (first, second):
         manager._uses.begin("a", lease)
     for _ in range(2):
-        assert not manager._uses.end("a", first)
+        manager._uses.end(first)
     assert manager.used("a")
-    manager._uses.end("a", second)
+    manager._uses.end(second)
     assert not manager.used("a")
     manager.check()
 

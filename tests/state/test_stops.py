@@ -20,6 +20,7 @@ from tiered import all_hold, begin, files, holds, manager_of, places
 
 from vllm_omni_session_state.accounting.accounts import Accounts
 from vllm_omni_session_state.base import log
+from vllm_omni_session_state.manager.entry import Placement
 from vllm_omni_session_state.offload import worker_dir
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.omni.worker import lifecycle
@@ -88,6 +89,15 @@ def take_a_step(manager):
         assert holds(session, ord("b"))
 
 
+def step_as_a_runner_does(manager):
+    try:
+        manager.prepare("b")
+        with manager.lease("b") as session:
+            assert holds(session, ord("b"))
+    finally:
+        manager.give_back("b")
+
+
 def take_the_first_step(manager):
     manager.capacity.device_budget = 0
     begin(manager, "e")
@@ -100,6 +110,7 @@ DO = [
     bring_back_from_host,
     bring_back_from_disk,
     take_a_step,
+    step_as_a_runner_does,
     take_the_first_step,
 ]
 
@@ -226,8 +237,7 @@ def test_a_shutdown_does_not_wait_for_ever_for_a_session_whose_mover_is_gone(tmp
     entries = manager._table.entries
     with manager._table.lock:
         for name in "ab":
-            manager._table.take(entries[name])
-            entries[name].moving = True
+            manager._table.transition(entries[name], Placement.LEAVING)
     lifecycle.leave_process(manager)
     assert "2 sessions are not kept" in caplog.text
     assert "it is on its way, and nobody waits for it any longer" in caplog.text
@@ -240,8 +250,7 @@ def test_a_wait_for_a_session_that_arrives_in_time_is_no_refusal(tmp_path):
     begin(manager, "a")
     entry = manager._table.entries["a"]
     with manager._table.lock:
-        manager._table.take(entry)
-        entry.moving = True
+        manager._table.transition(entry, Placement.LEAVING)
     timer = threading.Timer(0.1, manager.offloader.arrive, (entry,))
     timer.start()
     assert manager.park("a", until=time.monotonic() + 60)

@@ -155,7 +155,7 @@ FEW = settings(
 
 @pytest.mark.parametrize(
     "forgets",
-    ["touch", "take", "stay", "mark_parked", "mark_in_transit", "mark_resident", "_use", "lose", "remove"],
+    ["transition", "use", "lend", "end_lease", "lose", "remove"],
 )
 def test_a_change_that_is_not_noted_is_missed(forgets, monkeypatch, capsys):
     """The machine can fail: each of the places that note a change is needed."""

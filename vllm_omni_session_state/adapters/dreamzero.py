@@ -285,7 +285,7 @@ class DreamZeroAdapter:
     @contextmanager
     def _looking(self, session_id: str | None) -> Iterator[None]:
         """Lease a session that is there; one that is not there is not made."""
-        if self._manager.prepare(session_id, new=False):
+        if self._manager.prepare(session_id, new=False) is not None:
             with self._manager.lease(session_id) as session:
                 self._latents.trim(session)
                 yield

@@ -69,12 +69,12 @@ def policy_of(setting: VideoLatents, manager: SessionStateManager, pipeline: typ
     if setting == "keep":
         return Policy()
     why = None
-    if manager.offloader.spiller is None:
+    if manager.spiller is None:
         why = "needs disk.path and disk.budget; set both, or set last:N"
     elif READER not in _names_in(getattr(pipeline, "decode_accumulated_video_latents", None)):
         why = f"needs a vLLM-Omni whose decode reads through {READER}()"
     if why is None:
-        return Policy(spiller=manager.offloader.spiller)
+        return Policy(spiller=manager.spiller)
     log_once(
         logging.WARNING,
         ("video_latents",),

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from vllm_omni_session_state.base.errors import BudgetFixedError, CannotParkError
-from vllm_omni_session_state.base.ids import display_id, session_key
+from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.settings import ENV_MAX_SESSIONS
-from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.entry import Entry, Placement
 from vllm_omni_session_state.manager.eviction import EvictionPolicy, Refused
 from vllm_omni_session_state.manager.kv_slots import KVSlots
 from vllm_omni_session_state.manager.offloader import Offloader
@@ -34,7 +34,6 @@ class DeviceCapacity:
 
     Attributes:
         pool: Where sessions on the device need a place; ``None``: nowhere.
-        sizes_pool: Whether the device budget decides how large it is.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class DeviceCapacity:
         self._most: int | None = None
         self.eviction = eviction
         self.pool: KVSlots | None = None
-        self.sizes_pool = False
         self._table = table
 
     @property
@@ -137,10 +135,9 @@ class DeviceCapacity:
                 return False  # somebody has left meanwhile
         raise self.eviction.refusal(full)
 
-    def has_lost(self, session_id: str | None) -> bool:
-        """Whether a session was lost and its client does not know it yet."""
-        with self._table.lock:
-            return self._table.losses.reason(session_key(session_id)) is not None
+    def full(self, key: str) -> bool:
+        """Whether a session needs a place in the pool, and somebody must give one up for it."""
+        return self.pool is not None and bool(self.offloader) and not self.pool.has_place(key)
 
     def reserve_kv_slot(self, key: str) -> str | None:
         """Park idle sessions until a session that needs a place in the pool can have one, each asked once.
@@ -151,12 +148,12 @@ class DeviceCapacity:
             Why it has none; ``None`` if it has one.
         """
         pool = self.pool
-        if pool is None or not self.offloader or pool.has_place(key):
+        if pool is None or not self.full(key):
             return None
         refused: list[Refused] = []
         with self._table.lock:
             comer = self._table.entries.get(key)
-            swap = None if comer is None else comer.parked
+            swap = None if comer is None else comer.gone_to
 
         def holder() -> Entry | None:
             asked = [each.entry for each in refused]
@@ -246,7 +243,7 @@ class DeviceCapacity:
             if there is not None and there.moving:
                 raise CannotParkError(display_id(key), "it is on its way, and nobody waits for it any longer")
             if there is None or not there.idle:
-                return there is not None and there.parked is not None
+                return there is not None and there.parked
             if not self.offloader:
                 raise CannotParkError(
                     display_id(key),
@@ -273,8 +270,7 @@ class DeviceCapacity:
                 if entry is None:
                     return None, None
                 going.append(entry)
-                entry.moving = True
-                self._table.take(entry)
+                self._table.transition(entry, Placement.LEAVING)
             return entry, self.offloader.offload(entry, swap=swap)
         except BaseException as error:
             self.offloader.stopped(error, going)

@@ -64,6 +64,7 @@ class Changes:
 
     def _row(self, key: str, entry: Entry) -> Row:
         nbytes = self._table.accounts.held_by(entry.session.serial)
-        if entry.parked is not None and isinstance(entry.parked.held, DiskLocation):
-            nbytes.update(entry.parked.nbytes_by_device)
-        return Row(display_id(key), digest(key), entry.tier, entry.used, entry.place, nbytes)
+        gone_to = entry.gone_to
+        if gone_to is not None and isinstance(gone_to.held, DiskLocation):
+            nbytes.update(gone_to.nbytes_by_device)
+        return Row(display_id(key), digest(key), entry.tier, entry.used, entry.turn, nbytes)

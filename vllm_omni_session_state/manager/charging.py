@@ -6,9 +6,10 @@ It costs as much as what changes: of a list that is only appended to, what came 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
-from vllm_omni_session_state.accounting.accounts import Held
-from vllm_omni_session_state.accounting.append_list import scan_appended
+from vllm_omni_session_state.accounting.accounts import Accounts, Held
+from vllm_omni_session_state.accounting.append_list import Appended, scan_appended
 from vllm_omni_session_state.accounting.footprint import NOTHING, footprint
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import log_once
@@ -20,15 +21,31 @@ from vllm_omni_session_state.state.session import Declaration, SessionState
 _NONE: frozenset[str] = frozenset()
 
 
-def charge_session(session: SessionState, table: Table, declaration: Declaration | None) -> None:
-    """Charge a session. Never raises: it runs after a forward's own body.
+class Charge(NamedTuple):
+    """What a session holds, and what of it came to its growing lists; see ``settle()``."""
 
-    Args:
-        session: Whose.
-        table: With the accounts; its lock is taken.
-        declaration: What the model declared of one session.
-    """
-    device, host, engine, staged = session.roles(_NONE if declaration is None else declaration.host_fields)
+    held: Held
+    appended: Appended | None = None
+
+    def settle(self, accounts: Accounts, session: SessionState) -> None:
+        """Tell the accounts. Lock held."""
+        if self.appended is not None:
+            self.appended.join()
+            session.log = self.appended.log
+        accounts.settle(session.serial, self.held)
+
+
+def charge_session(session: SessionState, table: Table, declaration: Declaration | None) -> None:
+    """Charge a session for what it holds now; the table's lock is taken. Never raises, see ``measure()``."""
+    charge = measure(session, declaration)
+    with table.lock:
+        charge.settle(table.accounts, session)
+        table.note(session.key)
+
+
+def measure(session: SessionState, declaration: Declaration | None) -> Charge:
+    """What a session holds now. Never raises: it runs after a forward's own body."""
+    device, host, engine, staged = session.parts(_NONE if declaration is None else declaration.host_fields)
     # One role's lists may grow; lists of the other one beside them are walked as any value is.
     growing, still = (host, device) if host.lists else (device, host)
     still.values.extend(still.lists)
@@ -41,20 +58,6 @@ def charge_session(session: SessionState, table: Table, declaration: Declaration
     on_host = footprint(*host.values) if host.values else NOTHING
     in_pool = footprint(*engine) if engine else NOTHING
     in_window = footprint(*staged) if staged else NOTHING
-    with table.lock:
-        if appended is not None:
-            appended.join()
-            session.log = appended.log
-        held = Held(
-            device=on_device.allocations,
-            host=on_host.allocations,
-            engine=in_pool.allocations,
-            staged=in_window.allocations,
-            log=session.log,
-            log_on_host=growing is host,
-        )
-        table.accounts.settle(session.serial, held)
-        table.note(session.key)
     for kind in on_device.opaque | on_host.opaque | in_pool.opaque | in_window.opaque:
         log_once(
             logging.WARNING,
@@ -63,11 +66,25 @@ def charge_session(session: SessionState, table: Table, declaration: Declaration
             "footprint.register_children() opens a type",
             kind,
         )
-    if held.log is None or held.log_on_host:
+    if declaration is not None:
         nbytes = on_device.nbytes
-    else:
-        nbytes = sum(held.log.nbytes_with(held.device).values())
-    if declaration is not None and nbytes > declaration.device_nbytes:
+        if appended is not None and growing is device:
+            reached = (*on_device.allocations, *appended.found)
+            nbytes = sum(appended.log.nbytes_with(reached).values())
+        _compare(session, nbytes, declaration.device_nbytes)
+    held = Held(
+        device=on_device.allocations,
+        host=on_host.allocations,
+        engine=in_pool.allocations,
+        staged=in_window.allocations,
+        log=None if appended is None else appended.log,
+        log_on_host=growing is host,
+    )
+    return Charge(held, appended)
+
+
+def _compare(session: SessionState, nbytes: int, declared: int) -> None:
+    if nbytes > declared:
         log_once(
             logging.WARNING,
             ("declared",),
@@ -75,14 +92,12 @@ def charge_session(session: SessionState, table: Table, declaration: Declaration
             "little, and a full pool can run out of memory",
             display_id(session.key),
             nbytes,
-            declaration.device_nbytes,
+            declared,
         )
 
 
-def charge_of(session: SessionState, parked: Parked) -> Held:
+def charge_of(session: SessionState, parked: Parked) -> Charge:
     """What a session holds that is parked like that."""
     slab = parked.held.slab if isinstance(parked.held, HostAllocation) else None
-    device, host = parked.in_place(session)
-    return Held(
-        *(footprint(*device).allocations, footprint(*host).allocations), parcel=footprint(slab).allocations
-    )
+    device, host = (footprint(*values).allocations for values in parked.in_place(session))
+    return Charge(Held(device, host, parcel=footprint(slab).allocations))

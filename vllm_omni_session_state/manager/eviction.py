@@ -121,7 +121,7 @@ class EvictionPolicy:
             why: What is full.
         """
         with self._table.lock:
-            parked = [entry.used_at for entry in self._table.entries.values() if entry.parked is not None]
+            parked = [entry.used_at for entry in self._table.entries.values() if entry.parked]
         resting = ""
         if parked:
             since = _age(time.monotonic() - min(parked))
@@ -175,7 +175,7 @@ class EvictionPolicy:
     def _end(self, entry: Entry) -> None:
         """Free what a lost session has: what is parked of it, and its place in an engine's pool."""
         session = entry.session
-        if entry.parked is not None:
+        if entry.gone_to is not None:
             self._offloader.forget(entry)
             session.reset()
             return

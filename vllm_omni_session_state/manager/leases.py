@@ -10,8 +10,8 @@ from __future__ import annotations
 from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
-from vllm_omni_session_state.manager.charging import charge_session
-from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.charging import measure
+from vllm_omni_session_state.manager.entry import Entry, Lease
 from vllm_omni_session_state.manager.offloader import Offloader, finished
 from vllm_omni_session_state.manager.table import Table
 
@@ -23,14 +23,80 @@ class Leases:
         table: The sessions.
         offloader: Brings them back.
         room: Makes room for new ones.
+
+    Attributes:
+        pins: By session key, uses that were prepared and that nobody has taken over yet.
     """
 
     def __init__(self, table: Table, offloader: Offloader, room: DeviceCapacity) -> None:
         self._table = table
         self._offloader = offloader
         self._capacity = room
+        self.pins: dict[str, Lease] = {}
 
-    def begin(self, key: str, lease: object | None, *, count: bool = True) -> Entry:
+    def prepare(self, key: str, *, new: bool, count: bool = True) -> Lease | None:
+        """See ``SessionStateManager.prepare()``; ``count``: whether it counts as a hit or a miss."""
+        pin = Lease(key)
+        try:
+            if not self._prepared(pin, new=new, count=count):
+                return None
+            earlier, self.pins[key] = self.pins.get(key), pin
+            if earlier is not None:
+                self.end(earlier)
+        except BaseException:
+            self.end(pin)
+            raise
+        finally:
+            self._table.tell()
+        return pin
+
+    def _prepared(self, pin: Lease, *, new: bool, count: bool) -> bool:
+        """Whether the session is there; then it is on the device, and in use from now on."""
+        key, table, capacity = pin.key, self._table, self._capacity
+        with table.lock:
+            entry = table.wait_until_placed(key)
+            parked = entry is not None and entry.parked
+            if entry is not None and not (parked or self._offloader.ranks or (new and capacity.full(key))):
+                entry.stale = False
+                table.lend(entry, pin, count=count)
+                return True
+            place = table.place(key)
+        if not parked:
+            if self._offloader:  # else none is ever parked
+                self._offloader.ranks.meet(key, place)
+            if entry is None and not new:
+                return False
+            if entry is None:
+                self.refuse_the_lost(key)
+            why = capacity.reserve_kv_slot(key) if new else None
+            if why is not None and capacity.eviction.loses_nobody:
+                raise capacity.eviction.refusal(why)  # else the engine drops its oldest session
+        self.begin(key, pin, count=count)
+        return True
+
+    def take(self, pin: Lease) -> bool:
+        """Take a use over from who prepared it; whether nobody has by now."""
+        with self._table.lock:
+            return self.pins.get(pin.key) is pin and self.pins.pop(pin.key) is pin
+
+    def give_back(self, key: str) -> None:
+        """End a use that was prepared and that nobody took over, if there is one."""
+        if (pin := self.pins.get(key)) is not None:
+            self.end(pin)
+            self._table.tell(ended=True)
+
+    def drop(self, key: str, *, clear: bool = True) -> bool:
+        """End a session, once nobody uses it; whether there is one. ``clear``: it may begin anew if lost."""
+        entry = self._table.remove(key, clear=clear)
+        if entry is None:
+            return False
+        if not entry.leases:
+            self._offloader.forget(entry)
+            entry.session.reset()
+        self._table.tell()
+        return True
+
+    def begin(self, key: str, lease: Lease | None, *, count: bool = True) -> Entry:
         """The entry of a session that is on the device; waits, restores and makes room as it must.
 
         Args:
@@ -52,9 +118,10 @@ class Leases:
                 if entry is None:
                     paid = self._capacity.make() or paid
                 elif coming:
+                    assert lease is not None, "else it stays parked"
                     self._offloader.restore(entry, lease, no_place=why)
                     return entry
-                elif entry.parked is None:
+                elif not entry.parked:
                     return entry
                 else:
                     why, asked = self._capacity.reserve_kv_slot(key), True
@@ -63,7 +130,7 @@ class Leases:
             raise
 
     def _seat(
-        self, key: str, lease: object | None, *, count: bool, paid: bool, coming: list[Entry] | None
+        self, key: str, lease: Lease | None, *, count: bool, paid: bool, coming: list[Entry] | None
     ) -> Entry | None:
         """The entry of a session, used from now on where it is on the device; ``None`` for no room.
 
@@ -78,17 +145,17 @@ class Leases:
         with table.lock:
             entry = table.wait_until_placed(key)
             if entry is None:
-                entry = self._newcomer(key, paid=paid)
+                entry, count = self._newcomer(key, paid=paid), False
             if entry is None:
                 return None
             entry.stale = False
-            if entry.parked is None:
-                table.touch(entry, lease=lease, count=count)
+            if not entry.parked:
+                table.lend(entry, lease, count=count)
             elif lease is None:
                 raise SessionParkedError(display_id(key))
             elif coming is not None:
                 coming.append(entry)
-                table.mark_in_transit(entry)
+                table.transition(entry, entry.placement.away)
             return entry
 
     def _newcomer(self, key: str, *, paid: bool) -> Entry | None:
@@ -106,17 +173,18 @@ class Leases:
         if reason is not None and self._capacity.eviction.on_lost == "error":
             raise SessionStateLostError(display_id(key), reason.value)
 
-    def end(self, key: str, lease: object) -> bool:
-        """End a use, if it has begun. Never raises: it runs after a forward's own body.
-
-        Returns:
-            Whether a drop was waiting for this.
-        """
-        entry = self._table.entries.get(key)
-        if entry is None or lease not in entry.leases:
-            return False
-        try:
-            charge_session(entry.session, self._table, self._offloader.declaration)
-        finally:
-            ended = finished(lambda: self._table.end_lease(entry, lease))
-        return ended
+    def end(self, lease: Lease) -> None:
+        """End a use, if it has begun. Never raises: it runs after a forward's own body."""
+        entry, charge = lease.entry, None
+        if entry is not None and lease in entry.leases:
+            try:
+                charge = measure(entry.session, self._offloader.declaration)
+            finally:
+                ended = finished(
+                    lambda: self._table.end_lease(entry, lease, charge),
+                    lambda: self._table.end_lease(entry, lease, None),
+                )
+            if ended:  # what was said of it meanwhile, that it is lost, stays said
+                self.drop(lease.key, clear=False)
+        if self.pins.get(lease.key) is lease:
+            del self.pins[lease.key]

@@ -13,7 +13,7 @@ last settlement; reading them walks nothing and costs the same for one session a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -24,7 +24,9 @@ from vllm_omni_session_state.manager.capacity import DeviceCapacity
 from vllm_omni_session_state.manager.changes import Changes
 from vllm_omni_session_state.manager.charging import charge_session
 from vllm_omni_session_state.manager.consensus import AllGather
+from vllm_omni_session_state.manager.entry import Lease
 from vllm_omni_session_state.manager.eviction import EvictionPolicy
+from vllm_omni_session_state.manager.kv_slots import KVSlots
 from vllm_omni_session_state.manager.leases import Leases
 from vllm_omni_session_state.manager.losses import Reason
 from vllm_omni_session_state.manager.offloader import Offloader
@@ -32,6 +34,7 @@ from vllm_omni_session_state.manager.outside import Outside
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.disk_tier import DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
+from vllm_omni_session_state.offload.spill import Spiller
 from vllm_omni_session_state.state.inspection import Entry, entry_of
 from vllm_omni_session_state.state.session import Declaration, SessionState
 
@@ -53,6 +56,10 @@ class SessionStateManager:
         idle_drop_s: Seconds after which a server marks a session stale, as the refusals say it; 0: never.
         exchange: How the ranks of one model tell each other how a restore went; ``None`` where there is one
             rank. With it, what is parked follows from the order of requests and from what is declared.
+
+    Attributes:
+        moves: How long moves between tiers took, and how much moved.
+        watch: Tells one watcher what changed in the listing.
 
     Raises:
         ValueError: For a ``max_sessions`` that is not a positive whole number.
@@ -86,8 +93,9 @@ class SessionStateManager:
             device_budget=device_budget,
             eviction=EvictionPolicy(self._table, self.offloader, on_lost=on_lost, idle_drop_s=idle_drop_s),
         )
+        self.moves = self.offloader.moves
         self.watch = Changes(self._table)
-        self.declaration = declaration
+        self.offloader.declaration = declaration
         self._uses = Leases(self._table, self.offloader, self.capacity)
         self._outside = Outside(self._table)
 
@@ -100,6 +108,56 @@ class SessionStateManager:
     def declaration(self, declaration: Declaration | None) -> None:
         self.offloader.declaration = declaration
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is anywhere to park a session."""
+        return bool(self.offloader)
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The lowest tier, if there is one."""
+        return self.offloader.disk
+
+    @property
+    def spiller(self) -> Spiller | None:
+        """Moves older items of a session's lists to the disk, where there is one."""
+        return self.offloader.spiller
+
+    @property
+    def kv_slots(self) -> KVSlots | None:
+        """Where sessions on the device need a place; ``None``: nowhere."""
+        return self.capacity.pool
+
+    @property
+    def device_budget(self) -> int | None:
+        """Bytes on the device of idle sessions; ``None``: any."""
+        return self.capacity.device_budget
+
+    def bounds(self) -> dict[str, int]:
+        """Bytes of ``device``, ``host`` and ``disk``, where they are bounded, and ``max_parked``."""
+        return self.capacity.bounds()
+
+    def too_small(self) -> Iterable[tuple[str, int, int]]:
+        """Tiers that have no room for one session as the model declares it: setting, budget, bytes of one."""
+        return self.offloader.too_small()
+
+    def use_kv_slots(self, slots: KVSlots, *, nbytes: int) -> None:
+        """Have each session on the device need a place of an engine, which keeps ``nbytes`` of it at most."""
+        self.offloader.engine_nbytes, self.capacity.pool = nbytes, slots
+
+    def fix_device_budget(self) -> None:
+        """The rest of the device has been given away: from now on the budget can only become smaller."""
+        self.capacity.fix_device_budget()
+
+    def leave_disk(self) -> DiskTier | None:
+        """Park nothing on the disk any more; the tier, if there was one, is the caller's to close."""
+        disk, self.offloader.disk, self.offloader.spiller = self.offloader.disk, None, None
+        return disk
+
+    def flush_to_disk(self) -> None:
+        """Move all that is parked in host memory on to the disk, as far as that goes. Never raises."""
+        self.offloader.flush_to_disk()
+
     @contextmanager
     def lease(self, session_id: str | None) -> Iterator[SessionState]:
         """Use a session for the span of a ``with``: it is on the device and stays there.
@@ -108,15 +166,25 @@ class SessionStateManager:
         are parked. Several may hold a lease on one session.
 
         Raises:
-            TypeError: For an id that is no string.
             SessionRestoreFailedError: If it is parked and could not be brought back; it stays parked.
             SessionStateLostError: If it was lost and ``on_lost`` is ``"error"``.
             NoRoomError: If it is new, there is no room and ``on_lost`` is ``"error"``.
         """
+        uses, key = self._uses, session_key(session_id)
+        lease = uses.pins.get(key)
         try:
-            with self._leased(session_key(session_id)) as session:
+            try:
+                if lease is None or not uses.take(lease):
+                    lease = Lease(key)
+                    uses.begin(key, lease)
                 self._table.tell()
-                yield session
+                yield lease.session
+            finally:
+                if lease is not None:
+                    try:
+                        uses.end(lease)
+                    finally:
+                        uses.end(lease)  # a stop of the process can come before the first one has begun
             self.capacity.enforce()
         finally:
             self._table.tell(ended=True)
@@ -129,105 +197,66 @@ class SessionStateManager:
         Whoever changes the session calls ``settle()`` when done.
 
         Raises:
-            TypeError: For an id that is no string.
             SessionParkedError: If it is parked.
             SessionStateLostError: As for ``lease()``.
             NoRoomError: As for ``lease()``.
         """
         return self._uses.begin(session_key(session_id), None).session
 
-    def prepare(self, session_id: str | None, *, new: bool = True) -> bool:
-        """Bring a session to the device, or make room for a new one, ahead of a lease on it.
+    def prepare(self, session_id: str | None, *, new: bool = True) -> Lease | None:
+        """Bring a session to the device, or make room for a new one, and pin it there.
 
-        Ranks that park call it all at once, and tell each other where they have it. Returns whether it is
-        there; with ``new`` off one that is not does not begin.
+        The next ``lease()`` takes the pin over; until then ``give_back()`` ends it. Ranks that park call this
+        all at once, and tell each other where they have the session. Returns ``None`` for one that is not
+        there, and with ``new`` off does not begin.
 
         Raises:
             SessionRestoreFailedError: As for ``lease()``, and so the others.
         """
-        key = session_key(session_id)
-        with self._table.lock:
-            entry, place = self._table.wait_until_placed(key), self._table.place(key)
-            parked = entry is not None and entry.parked is not None
-        if not parked:
-            if self.offloader:  # else none is ever parked
-                self.offloader.ranks.meet(key, place)
-            if not new:
-                return entry is not None
-            if entry is None:
-                self._uses.refuse_the_lost(key)
-            why = self.capacity.reserve_kv_slot(key)
-            if why is not None and self.capacity.eviction.loses_nobody:
-                raise self.capacity.eviction.refusal(
-                    why
-                )  # else it is the engine that drops its oldest session
-        if parked or entry is None:
-            with self._leased(key, count=False):
-                pass
-        return True
+        return self._uses.prepare(session_key(session_id), new=new)
+
+    def give_back(self, session_id: str | None) -> None:
+        """End the pin of a session, if ``prepare()`` made one and no lease has taken it over."""
+        self._uses.give_back(session_key(session_id))
 
     def park(self, session_id: str | None, *, until: float | None = None) -> bool:
-        """Park a session that nobody uses, also while the budgets have room for it.
-
-        Args:
-            session_id: Which.
-            until: When to wait no longer for one that is on its way, by the monotonic clock.
-
-        Returns:
-            Whether it is parked now; one that is in use or not there is not.
+        """Park a session that nobody uses, also while the budgets have room for it; whether it is parked now.
 
         Raises:
-            CannotParkError: It stays on the device, and the error says why.
+            CannotParkError: It stays on the device, and the error says why. Also if it is still on its way at
+                ``until``, by the monotonic clock.
         """
         return self.capacity.send(session_key(session_id), until=until)
 
     def mark_stale(self, session_id: str | None) -> bool:
         """Say that nobody has stepped a session for long: it may go when room is wanted. A use unmarks it.
 
-        Returns:
-            Whether it is marked; one that is in use or not there is not.
-
-        Raises:
-            TypeError: For an id that is no string.
+        Returns whether it is marked; one that is in use or not there is not.
         """
         return self.capacity.eviction.mark(session_key(session_id))
 
+    def expect_marks(self) -> None:
+        """Say that a server tells the time, and marks the sessions that are stale."""
+        self.capacity.eviction.clock = True
+
     def restore(self, session_id: str | None) -> bool:
-        """Bring a parked session back; where the budgets have no room for it, it is parked again.
+        """Bring a parked session back, or park it again if there is no room; whether it is on the device now.
 
-        Returns:
-            Whether it is on the device now.
-
-        Raises:
-            SessionRestoreFailedError: As for ``prepare()``, and so the others.
+        Raises as ``prepare()``.
         """
-        self.prepare(session_id, new=False)
+        pin = self._uses.prepare(session_key(session_id), new=False, count=False)
+        if pin is not None:
+            self._uses.end(pin)
         self.capacity.enforce()
-        session = self.peek(session_id)
-        return session is not None and not session.parked
+        self._table.tell()
+        return (session := self.peek(session_id)) is not None and not session.parked
 
     def begin_restore(self, session_id: str | None) -> bool:
-        """Read a session that is parked on the disk into host memory in the background: its step is near.
+        """Read a session on the disk into host memory in the background: its step is near.
 
-        Returns:
-            Whether it is parked there, and is being read. Few are at once, beside ``host_budget``.
+        Returns whether it is read. Few are at once, beside ``host_budget``.
         """
         return self.offloader.begin(session_key(session_id))
-
-    @contextmanager
-    def _leased(self, key: str, *, count: bool = True) -> Iterator[SessionState]:
-        lease = object()
-        try:
-            yield self._uses.begin(key, lease, count=count).session
-        finally:
-            try:
-                self._end(key, lease)
-            finally:
-                self._end(key, lease)  # a stop of the process can come before the first one has begun
-
-    def _end(self, key: str, lease: object) -> None:
-        if self._uses.end(key, lease):
-            self.drop_session(key)
 
     def settle(self, session: SessionState) -> None:
         """Charge a session for what it holds now. Never raises: it runs after a forward's own body."""
@@ -240,19 +269,10 @@ class SessionStateManager:
     def drop_session(self, session_id: str | None) -> bool:
         """End a session and free all it holds, also for whoever still holds it.
 
-        While it is in use the end waits for the last lease. A session that was lost may begin anew.
-
-        Returns:
-            Whether there was such a session.
+        While it is in use the end waits for the last lease. A session that was lost may begin anew. Returns
+        whether there was such a session.
         """
-        entry = self._table.remove(session_key(session_id))
-        if entry is None:
-            return False
-        if not entry.leases:
-            self.offloader.forget(entry)
-            entry.session.reset()
-        self._table.tell()
-        return True
+        return self._uses.drop(session_key(session_id))
 
     def mark_lost(self, session_id: str | None, reason: Reason) -> None:
         """Say that a session was dropped although its client had not ended it; called after the drop."""
@@ -264,6 +284,11 @@ class SessionStateManager:
             "session %s is lost (%s): its rollout starts over at its next step", display_id(key), reason.value
         )
 
+    def has_lost(self, session_id: str | None) -> bool:
+        """Whether a session was lost and its client does not know it yet."""
+        with self._table.lock:
+            return self._table.losses.reason(session_key(session_id)) is not None
+
     def drop_all(self) -> int:
         """End every session; returns how many there were."""
         with self._table.lock:
@@ -272,34 +297,31 @@ class SessionStateManager:
 
     def peek(self, session_id: str | None) -> SessionState | None:
         """The session of that id or ``None``; looking does not make it recently used."""
-        key = session_key(session_id)
-        with self._table.lock:
-            entry = self._table.entries.get(key)
-            return None if entry is None else entry.session
+        entry = self._table.entries.get(session_key(session_id))
+        return None if entry is None else entry.session
 
     def keys(self) -> tuple[str, ...]:
         """The key of every session: parked ones, then idle ones by last use, then those in use."""
         return self._table.keys()
 
+    def inspect(self, key: str) -> Entry | None:
+        """The session of that key with every value, ``None`` where there is none; it refreshes nobody."""
+        entry = self._table.entries.get(key)
+        return None if entry is None else entry_of(entry.session, self.declaration, entry.where)
+
     def listing(self) -> tuple[Entry, ...]:
         """Every session with every value, in the order of ``keys()``; listing refreshes nobody."""
-        entries = map(self._table.entries.get, self.keys())
-        return tuple(
-            entry_of(entry.session, self.declaration, entry.where) for entry in entries if entry is not None
-        )
+        return tuple(entry for entry in map(self.inspect, self.keys()) if entry is not None)
 
     def used(self, session_id: str | None) -> bool:
         """Whether somebody uses the session of that id, or it is on its way."""
-        with self._table.lock:
-            entry = self._table.entries.get(session_key(session_id))
-            return entry is not None and entry.used
+        entry = self._table.entries.get(session_key(session_id))
+        return entry is not None and entry.used
 
     def stats(self) -> dict[str, int]:
-        """Counters, and bytes as of each session's last settlement.
+        """Sessions, events and bytes, as the page on state has them, as of each session's last settlement.
 
-        Returns:
-            By name, as the page on state has them: sessions, events, bytes. All ``nbytes:<device>``, or all
-            ``tier_nbytes:<tier>:<live or parked>:<device>``, are together ``total_nbytes``.
+        All ``nbytes:<device>``, and all ``tier_nbytes:<tier>:<kind>:<device>``, are ``total_nbytes``.
         """
         return {
             "max_sessions": self.capacity.max_sessions,

@@ -11,6 +11,7 @@ where they are, and says so; before a session is used again, all ranks tell each
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from time import perf_counter
@@ -27,14 +28,12 @@ from vllm_omni_session_state.base.errors import (
 )
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.base.log import LOGGER, log_once
-from vllm_omni_session_state.manager.charging import charge_of, charge_session
-from vllm_omni_session_state.manager.consensus import AllGather
-from vllm_omni_session_state.manager.entry import Entry
-from vllm_omni_session_state.manager.move_stats import Move, MoveStats
-from vllm_omni_session_state.manager.table import Table
+from vllm_omni_session_state.manager.charging import Charge, charge_of, measure
+from vllm_omni_session_state.manager.entry import Entry, Lease, Placement
+from vllm_omni_session_state.manager.move_stats import Move
 from vllm_omni_session_state.manager.tiers import Tiers
 from vllm_omni_session_state.offload.disk_tier import DiskTier
-from vllm_omni_session_state.offload.host_tier import HostAllocation, HostTier
+from vllm_omni_session_state.offload.host_tier import HostAllocation
 from vllm_omni_session_state.offload.parking import (
     DiskLocation,
     Level,
@@ -52,46 +51,32 @@ from vllm_omni_session_state.offload.parking import (
 T = TypeVar("T")
 
 
-def finished(act: Callable[[], T]) -> T:
+def finished(act: Callable[[], T], again: Callable[[], object]) -> T:
     """Do a short thing to its end, also where the process is stopped in the middle of it.
 
     A signal's exception comes at any line, and once. Then the thing is done again, and the exception goes on.
 
     Args:
-        act: Of which a second time changes nothing that the first has done.
+        act: The thing.
+        again: The same, after some of it or all has been done.
     """
     try:
         return act()
     except BaseException as error:
         if not isinstance(error, Exception):
-            act()
+            again()
         raise
 
 
 class Offloader(Tiers):
-    """The tiers of one manager, and the moves between them; arguments as for ``Tiers``.
-
-    Attributes:
-        moves: How long moves took, and how much moved.
-    """
-
-    def __init__(
-        self,
-        table: Table,
-        *,
-        host: HostTier | None,
-        disk: DiskTier | None,
-        max_parked: int,
-        exchange: AllGather | None,
-    ) -> None:
-        super().__init__(table, host=host, disk=disk, max_parked=max_parked, exchange=exchange)
-        self.moves = MoveStats()
+    """The tiers of one manager, and the moves between them; arguments as for ``Tiers``."""
 
     def begin(self, key: str) -> bool:
         """Begin to bring a session's file into host memory; whether there is one that is not on its way."""
         with self._table.lock:
             entry = self._table.entries.get(key)
-            held = None if entry is None or entry.moving or entry.parked is None else entry.parked.held
+            gone_to = entry.gone_to if entry is not None and entry.placement is Placement.ON_DISK else None
+            held = None if gone_to is None else gone_to.held
         return isinstance(held, DiskLocation) and self.disk is not None and self.disk.begin(held.ticket)
 
     def offload(self, entry: Entry, *, swap: Parked | None = None) -> Exception | None:
@@ -117,7 +102,11 @@ class Offloader(Tiers):
 
     def arrive(self, entry: Entry) -> None:
         """A session is on its way no longer: it counts from now on where it is, however its move ended."""
-        finished(lambda: self._arrive(entry))
+        charge = None
+        try:
+            charge = self._charge(entry)
+        finally:
+            finished(lambda: self._arrive(entry, charge), lambda: self._arrive(entry, None))
         self._table.tell()
 
     def stopped(self, error: BaseException, moving: Iterable[Entry]) -> None:
@@ -126,18 +115,16 @@ class Offloader(Tiers):
             if entry.moving:
                 self.arrive(entry)
 
-    def _arrive(self, entry: Entry) -> None:
-        table, session, parked = self._table, entry.session, entry.session.gone_to
-        if isinstance(parked, Parked):
-            held = charge_of(session, parked)
-            with table.lock:
-                table.mark_parked(entry, parked)
-                table.accounts.settle(session.serial, held)
-        else:
-            if entry.parked is not None:  # it was stopped as it came back; else it is as it was charged last
-                charge_session(session, table, self.declaration)
-            with table.lock:
-                table.stay(entry)
+    def _charge(self, entry: Entry) -> Charge:
+        session, parked = entry.session, entry.gone_to
+        return measure(session, self.declaration) if parked is None else charge_of(session, parked)
+
+    def _arrive(self, entry: Entry, charge: Charge | None) -> None:
+        parked, to = entry.gone_to, Placement.IDLE
+        if parked is not None:
+            to = Placement.ON_DISK if parked.level is Level.DISK else Placement.ON_HOST
+        with self._table.lock:
+            self._table.transition(entry, to, charge)
 
     def enforce_host_budget(self) -> None:
         """Move on from host memory what lies there longest, until the rest fits its budget. Never raises."""
@@ -166,7 +153,7 @@ class Offloader(Tiers):
         except Exception as error:  # noqa: BLE001 - the rest stays where it is
             LOGGER.warning("%d sessions stay in host memory: %s", len(self._table.host_lru), error)
 
-    def restore(self, entry: Entry, lease: object, *, no_place: str | None) -> None:
+    def restore(self, entry: Entry, lease: Lease, *, no_place: str | None) -> None:
         """Restore a session that was fetched from the table, into a lease of the caller.
 
         Args:
@@ -177,7 +164,7 @@ class Offloader(Tiers):
         Raises:
             SessionRestoreFailedError: It stays parked, whole; with several ranks on all of them.
         """
-        session, parked = entry.session, entry.parked
+        session, parked = entry.session, entry.gone_to
         failed: Exception | None = None if no_place is None else SessionStateError(no_place)
         assert parked is not None, "only a parked session is brought back"
         part: Part | None = None
@@ -202,32 +189,32 @@ class Offloader(Tiers):
             part = None
             if back:
                 self._discard(parked)
-                finished(lambda: self._lend(entry, lease))
+                finished(lend := functools.partial(self._lend, entry, lease), lend)
                 self._table.tell()
             else:
                 self.arrive(entry)
         if failed is not None:
             raise SessionRestoreFailedError(display_id(session.key), failed) from failed
 
-    def _lend(self, entry: Entry, lease: object) -> None:
+    def _lend(self, entry: Entry, lease: Lease) -> None:
         with self._table.lock:
-            self._table.mark_resident(entry, lease)
+            self._table.lend(entry, lease)
 
     def forget(self, entry: Entry) -> None:
         """A session has ended: what is parked of it goes."""
-        if entry.parked is not None:
-            self._discard(entry.parked)
-            entry.parked = None
+        if (parked := entry.gone_to) is not None:
+            self._discard(parked)
 
     def check(self) -> None:
         """Assert that the tiers are sound and hold what the table says. An expensive no-op."""
         with self._table.lock:
-            parked = [entry.parked for entry in self._table.entries.values() if entry.parked is not None]
+            there = [entry.gone_to for entry in self._table.entries.values()]
         for tier in (self.host, self.disk):
             if tier is not None:
                 tier.check()
         if self.disk is not None:
-            files = [each.held.ticket.nbytes for each in parked if isinstance(each.held, DiskLocation)]
+            held = [each.held for each in there if each is not None]
+            files = [each.ticket.nbytes for each in held if isinstance(each, DiskLocation)]
             assert self.disk.nbytes >= sum(files), "a parked session has no file"
 
     def _move(self, entry: Entry, swap: Parked | None) -> Parked:
@@ -280,12 +267,12 @@ class Offloader(Tiers):
             with table.lock:
                 entries = (table.entries[key] for key in table.host_lru)
                 entry = next(
-                    (entry for entry in entries if not entry.unwritable and entry.parked is not swap), None
+                    (entry for entry in entries if not entry.unwritable and entry.gone_to is not swap), None
                 )
                 if entry is None or self.disk is None:
                     return False
                 going.append(entry)
-                table.mark_in_transit(entry)
+                table.transition(entry, entry.placement.away)
             refused = self._sink(entry, self.disk, swap)
         except BaseException as error:
             self.stopped(error, going)
@@ -296,7 +283,7 @@ class Offloader(Tiers):
 
     def _sink(self, entry: Entry, disk: DiskTier, swap: Parked | None) -> Exception | None:
         """Move a session that was fetched from host memory on to the disk; what refused it, or ``None``."""
-        session, there, on_host = entry.session, entry.parked, self.on_host
+        session, there, on_host = entry.session, entry.gone_to, self.on_host
         assert there is not None, "it is parked"
         refused: Exception | None = None
         began = perf_counter()

@@ -1,20 +1,29 @@
-"""The table: every session's entry, the eviction order, the accounts and the losses, under one lock.
+"""The table: every session's entry, the orders, the accounts and the losses, under one lock.
 
-Each method says whether it takes the lock or wants it held. None of them copies, walks, frees or logs.
+Where a session is, is its entry's ``Placement``, and ``Table.transition()`` alone changes it: orders, counts
+and charges follow there. Each method says whether it takes the lock or wants it held. None of them copies,
+walks, frees or logs.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.entry import MOVING, ON_DISK, OUT, PARKED, Entry, Lease, Placement
 from vllm_omni_session_state.manager.losses import Losses, Reason
 from vllm_omni_session_state.manager.lru import LruOrder
-from vllm_omni_session_state.offload.parking import Level, Parked
 from vllm_omni_session_state.state.session import SessionState
+
+
+class Charge(Protocol):
+    """What a session holds now."""
+
+    def settle(self, accounts: Accounts, session: SessionState) -> None:
+        """Tell the accounts."""
 
 
 class Table:
@@ -24,47 +33,93 @@ class Table:
         lock: Guards everything here, and every field of an entry.
         moved: Told when a session has arrived somewhere.
         entries: By session key.
-        order: Keys of the idle entries, oldest first.
+        at: Keys by where their sessions are, longest unused first.
         accounts: Charges by a session's serial number.
         losses: Who was lost.
-        host_lru: Keys of those that are parked in host memory and not on their way, longest unused first.
         changed: Keys of what a watcher has not seen yet, ``None`` while there is none.
-        notice: That watcher; see ``Watch.begin()``.
+        notice: That watcher; see ``Changes.begin()``.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.moved = threading.Condition(self.lock)
         self.entries: dict[str, Entry] = {}
-        self.order = LruOrder()
-        self.host_lru = LruOrder()
+        self.at = {placement: LruOrder() for placement in Placement if placement not in OUT}
         self.accounts = Accounts()
         self.losses = Losses()
         self.hits = self.misses = self.evictions = self.parks = self.restores = 0
         self.changed: set[str] | None = None
         self.notice: Callable[[bool], None] | None = None
-        self._shelved: set[str] = set()  # keys of the parked ones, also while they are on their way
-        self._filed: set[str] = set()  # of these on the disk
+        self._turns = 0
 
-    def note(self, key: str) -> None:
-        """What a listing shows of a session is going to be another. Lock held."""
-        if self.changed is not None:
-            self.changed.add(key)
+    @property
+    def order(self) -> LruOrder:
+        """Keys of those on the device that nobody uses, longest unused first."""
+        return self.at[Placement.IDLE]
+
+    @property
+    def host_lru(self) -> LruOrder:
+        """Keys of those that are in host memory and stay there, longest unused first."""
+        return self.at[Placement.ON_HOST]
+
+    @property
+    def parked(self) -> int:
+        """How many are parked, also of those on their way."""
+        return self._count(PARKED)
+
+    @property
+    def on_disk(self) -> int:
+        """How many of them on the disk."""
+        return self._count(ON_DISK)
+
+    def _count(self, placements: Iterable[Placement]) -> int:
+        return sum(len(self.at[placement]) for placement in placements)
 
     def tell(self, *, ended: bool = False) -> None:
         """Tell who watches that something has changed; ``ended``: a use has ended. Lock free."""
         if self.notice is not None:
             self.notice(ended)
 
-    @property
-    def parked(self) -> int:
-        """How many are parked."""
-        return len(self._shelved)
+    def note(self, key: str) -> None:
+        """What a listing shows of a session is going to be another. Lock held."""
+        if self.changed is not None:
+            self.changed.add(key)
 
-    @property
-    def on_disk(self) -> int:
-        """How many of them on the disk."""
-        return len(self._filed)
+    def transition(self, entry: Entry, to: Placement, charge: Charge | None = None) -> None:
+        """Change where a session is, and with it orders, counts and charges; wake who waits. Lock held.
+
+        After a stop in the middle of it, it is done again, without the charge: that may be half there.
+
+        Args:
+            entry: The session's.
+            to: Where it is from now on.
+            charge: What it holds there, where that is another.
+        """
+        key, serial, was = entry.session.key, entry.session.serial, entry.placement
+        entry.placement = to
+        self.parks += was is Placement.LEAVING and to in PARKED
+        self.restores += was in PARKED and to is Placement.LEASED
+        entry.unwritable &= to not in (Placement.LEAVING, Placement.LEASED)
+        self.note(key)
+        for placement, keys in self.at.items():
+            if placement is not to:
+                keys.pop(key, None)
+        if to in OUT:
+            self.entries.pop(key, None)
+            if to is Placement.DETACHED:
+                self.accounts.detach(serial, entry.session)
+            else:
+                self.accounts.close(serial)
+        else:
+            self.at[to].put(key, entry.turn)
+            if to is not Placement.IDLE:
+                self.accounts.lease(serial)
+            else:
+                self.accounts.idle(serial)
+        if to not in MOVING:
+            self.moved.notify_all()
+        if charge is not None:
+            charge.settle(self.accounts, entry.session)
 
     def wait_until_placed(self, key: str, *, until: float | None = None) -> Entry | None:
         """The entry of that key, once it is not on its way. Lock held; a wait gives it up meanwhile.
@@ -73,7 +128,7 @@ class Table:
             key: The key.
             until: When to wait no longer, by the monotonic clock; then the entry is still on its way.
         """
-        while (entry := self.entries.get(key)) is not None and entry.moving:
+        while (entry := self.entries.get(key)) is not None and entry.placement in MOVING:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 break
@@ -85,111 +140,56 @@ class Table:
 
         Of one that is not there also what decides whether there is room for it.
         """
-        entry, lost = self.entries.get(key), self.losses.reason(key)
+        entry = self.entries.get(key)
         if entry is not None:
             return entry.tier
+        lost = self.losses.reason(key)
         what = "not there" if lost is None else f"lost ({lost.value})"
         return f"{what}, of {len(self.entries)} sessions {self.parked} are parked, {self.on_disk} on the disk"
 
     def open(self, key: str) -> Entry:
-        """Entry a new session. Lock held."""
+        """Enter a new session. Lock held."""
         self.misses += 1
         entry = Entry(SessionState(key))
+        self.accounts.open(entry.session.serial)
+        self.entries[key] = entry
         try:
-            self.accounts.open(entry.session.serial)
-            self._use(entry)
-            self.entries[key] = entry
+            self.use(entry)
         except BaseException:  # the process is stopped
-            if key in self.order:
-                self.order.remove(key)
+            self.transition(entry, Placement.ENDED)
             raise
         return entry
 
-    def _use(self, entry: Entry) -> None:
-        self.note(entry.session.key)
-        entry.place, entry.used_at = self.order.use(entry.session.key), time.monotonic()
+    def use(self, entry: Entry, charge: Charge | None = None) -> None:
+        """A session is the most recently used one from now on, and nobody uses it. Lock held."""
+        self._turns += 1
+        entry.turn, entry.used_at = self._turns, time.monotonic()
+        self.transition(entry, Placement.IDLE, charge)
 
-    def touch(self, entry: Entry, *, lease: object, count: bool) -> None:
-        """A session on the device is used. Lock held.
+    def lend(self, entry: Entry, lease: Lease | None, *, count: bool = False) -> None:
+        """A session on the device, or on its way there, is used. Lock held.
 
         Args:
             entry: The session's.
             lease: The use that begins, ``None`` where it is for this moment only.
-            count: Whether it counts as a hit or a miss.
+            count: Whether it counts as a hit.
         """
-        idle = not entry.leases
+        self.hits += count and not entry.leases
         if lease is not None:
+            lease.entry = entry
             entry.leases.add(lease)
-        if idle:
-            if count:
-                self.hits += not entry.fresh
-                entry.fresh = False
-            if lease is not None:
-                self.take(entry)
-            else:
-                self._use(entry)
+            if entry.placement is not Placement.LEASED:
+                self.transition(entry, Placement.LEASED)
+        elif not entry.leases:
+            self.use(entry)
 
-    def take(self, entry: Entry) -> None:
-        """An idle session leaves the order: it is used, or it moves. Lock held."""
-        self.note(entry.session.key)
-        self.order.remove(entry.session.key)
-        entry.unwritable = False
-        self.accounts.lease(entry.session.serial)
-
-    def stay(self, entry: Entry) -> None:
-        """A session that was on its way is on the device, idle, where it was in the order. Lock held."""
-        self.note(entry.session.key)
-        entry.moving = False
-        self._forget_parked(entry.session.key)
-        entry.parked = None
-        self.order.put_back(entry.session.key, entry.place)
-        self.accounts.idle(entry.session.serial)
-        self.moved.notify_all()
-
-    def mark_parked(self, entry: Entry, parked: Parked) -> None:
-        """A session has come to a tier, or has stayed where it was parked. Lock held."""
-        self.note(entry.session.key)
-        entry.moving = False
-        self.parks += entry.parked is None
-        self._forget_parked(entry.session.key)
-        entry.parked = parked
-        self._shelved.add(entry.session.key)
-        if parked.level is Level.DISK:
-            self._filed.add(entry.session.key)
-        else:
-            self.host_lru.put_back(entry.session.key, entry.place)
-        self.moved.notify_all()
-
-    def mark_in_transit(self, entry: Entry) -> None:
-        """A parked session goes on its way to another place. Lock held."""
-        assert entry.parked is not None, "only a parked session is fetched"
-        self.note(entry.session.key)
-        entry.moving = True
-        if entry.parked.level is Level.HOST:
-            self.host_lru.remove(entry.session.key)
-
-    def mark_resident(self, entry: Entry, lease: object) -> None:
-        """A session that was fetched is on the device again, in a lease. Lock held."""
-        self.note(entry.session.key)
-        entry.leases.add(lease)
-        entry.moving = False
-        self.restores += entry.parked is not None
-        self._forget_parked(entry.session.key)
-        entry.parked = None
-        self.moved.notify_all()
-
-    def _forget_parked(self, key: str) -> None:
-        self._shelved.discard(key)
-        self._filed.discard(key)
-        if key in self.host_lru:
-            self.host_lru.remove(key)
-
-    def end_lease(self, entry: Entry, lease: object) -> bool:
+    def end_lease(self, entry: Entry, lease: Lease, charge: Charge | None) -> bool:
         """One use has ended. Takes the lock.
 
         Args:
             entry: The session's.
             lease: The use.
+            charge: What the session holds now.
 
         Returns:
             Whether a drop was waiting for this.
@@ -197,9 +197,11 @@ class Table:
         with self.lock:
             entry.leases.discard(lease)
             if entry.leases:
+                if charge is not None:
+                    charge.settle(self.accounts, entry.session)
+                self.note(entry.key)
                 return False
-            self._use(entry)
-            self.accounts.idle(entry.session.serial)
+            self.use(entry, charge)
             return entry.ending
 
     def resting(self, *, but: str | None = None, stale: bool = False) -> list[Entry]:
@@ -210,53 +212,44 @@ class Table:
             stale: Whether only those count that are marked stale.
         """
         there = (entry for key, entry in self.entries.items() if entry.resting and key != but)
-        return sorted((entry for entry in there if entry.stale or not stale), key=lambda entry: entry.place)
+        return sorted((entry for entry in there if entry.stale or not stale), key=lambda entry: entry.turn)
 
     def lose(self, entry: Entry, reason: Reason) -> None:
         """Take a session that nobody uses or moves out of the table. Lock held.
 
         What one on the device holds stays for whoever holds the session, and counts as detached.
         """
-        key, session = entry.session.key, entry.session
-        del self.entries[key]
-        self.note(key)
-        self.losses.record(key, reason)
+        self.losses.record(entry.key, reason)
         self.evictions += 1
-        if entry.parked is None:
-            self.order.remove(key)
-            self.accounts.detach(session.serial, session)
-        else:
-            self._forget_parked(key)
-            self.accounts.close(session.serial)
+        self.transition(entry, Placement.DETACHED if entry.idle else Placement.ENDED)
 
-    def remove(self, key: str) -> Entry | None:
+    def remove(self, key: str, *, clear: bool) -> Entry | None:
         """Take a session out, unless it is in use: then its entry is marked. Takes the lock.
+
+        Args:
+            key: The session's.
+            clear: Whether one that was lost may begin anew.
 
         Returns:
             The entry, still leased where the removal must wait; ``None`` where there is none.
         """
         with self.lock:
-            self.losses.clear(key)
+            if clear:
+                self.losses.clear(key)
             entry = self.wait_until_placed(key)
             if entry is None:
                 return None
             if entry.leases:
                 entry.ending = True
-                return entry
-            del self.entries[key]
-            self.note(key)
-            if entry.parked is None:
-                self.order.remove(key)
             else:
-                self._forget_parked(key)
-            self.accounts.close(entry.session.serial)
+                self.transition(entry, Placement.ENDED)
             return entry
 
     def keys(self) -> tuple[str, ...]:
         """Keys of all: parked ones, then idle ones by last use, then those in use. Takes the lock."""
         with self.lock:
-            parked = [key for key, entry in self.entries.items() if entry.parked is not None]
-            used = [key for key, entry in self.entries.items() if not entry.idle and entry.parked is None]
+            parked = [key for key, entry in self.entries.items() if entry.parked]
+            used = [key for key, entry in self.entries.items() if not entry.idle and not entry.parked]
             return (*parked, *self.order, *used)
 
     def figures(self) -> dict[str, int]:
@@ -277,35 +270,21 @@ class Table:
             }
 
     def check(self) -> None:
-        """Assert that entries, order and accounts speak of the same sessions. An expensive no-op."""
+        """Assert that entries, orders and accounts speak of the same sessions. An expensive no-op."""
         with self.lock:
-            self.order.check()
-            parked = {
-                key: entry.parked.level for key, entry in self.entries.items() if entry.parked is not None
-            }
-            assert self._shelved == set(parked), "others are parked than those that are said to be"
-            on_disk = {key for key, level in parked.items() if level is Level.DISK}
-            assert self._filed == on_disk, "others are on the disk than those that are said to be"
-            idle = {key for key, entry in self.entries.items() if entry.idle}
-            assert set(self.order) == idle, "the order is of the idle sessions"
-            host_lru = {
-                key
-                for key, entry in self.entries.items()
-                if not entry.moving and entry.parked is not None and entry.parked.level is Level.HOST
-            }
-            self.host_lru.check()
-            assert set(self.host_lru) == host_lru, "the order of what is parked in host memory is of others"
-            assert all(key == entry.session.key for key, entry in self.entries.items()), (
-                "a session is misfiled"
-            )
-            places = [entry.place for entry in self.resting()]
-            assert len(set(places)) == len(places), "two sessions were used at once"
-            in_order = [self.entries[key].place for key in self.order]
-            assert in_order == sorted(in_order), "the order is not that of the last uses"
+            assert all(key == entry.key for key, entry in self.entries.items()), "a session is misfiled"
+            for placement, keys in self.at.items():
+                there = sorted(
+                    (entry.turn, key) for key, entry in self.entries.items() if entry.placement is placement
+                )
+                keys.check()
+                assert list(keys) == [key for _, key in there], f"others are {placement.value}"
+            turns = [entry.turn for entry in self.resting()]
+            assert len(set(turns)) == len(turns), "two sessions were used at once"
             for entry in self.entries.values():
-                assert not (entry.leases and entry.parked), "a session in use is parked"
-                assert entry.moving or entry.session.parked is (entry.parked is not None), "in two places"
+                assert bool(entry.leases) is (entry.placement is Placement.LEASED), "in use, and not leased"
+                assert entry.moving or entry.session.parked is entry.parked, "in two places"
             self.accounts.check(
                 (entry.session.serial for entry in self.entries.values()),
-                idle={self.entries[key].session.serial for key in idle},
+                idle={self.entries[key].session.serial for key in self.order},
             )

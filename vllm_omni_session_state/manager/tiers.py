@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from vllm_omni_session_state.base.errors import NotWritableError, TierFaultError, TierFullError
 from vllm_omni_session_state.manager.consensus import AllGather, Ranks
 from vllm_omni_session_state.manager.entry import Entry
+from vllm_omni_session_state.manager.move_stats import MoveStats
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.disk_tier import FIGURES, DiskTier
 from vllm_omni_session_state.offload.host_tier import HostTier
@@ -38,6 +39,7 @@ class Tiers:
         declaration: What the model declared of one session.
         engine_nbytes: What an engine keeps of one session in its pool at most, which moves with the rest.
         ranks: Of which this process is one.
+        moves: How long moves between tiers took, and how much moved.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Tiers:
         self.declaration: Declaration | None = None
         self.engine_nbytes = 0
         self.ranks = Ranks(exchange)
+        self.moves = MoveStats()
         self._table = table
 
     def __bool__(self) -> bool:
@@ -106,7 +109,7 @@ class Tiers:
             gone: Those who would not be there any more.
             swap: As for ``Offloader.offload()``.
         """
-        parked = self._table.parked - (swap is not None) - sum(each.parked is not None for each in gone)
+        parked = self._table.parked - (swap is not None) - sum(each.parked for each in gone)
         if entry.session.staging or parked >= self.max_parked:
             return False
         reasons: list[BaseException] = [refused]
@@ -124,7 +127,7 @@ class Tiers:
         """Bytes that are left in a tier without some sessions."""
         tier = self.host if level is Level.HOST else self.disk
         assert tier is not None, "it has refused somebody"
-        there = [entry.parked for entry in gone if entry.parked is not None and entry.parked.level is level]
+        there = [parked for entry in gone if (parked := entry.gone_to) is not None and parked.level is level]
         if self.declared_nbytes is not None:
             count = self._count(level, swap) - len(there)
             return tier.budget - count * tier.charge(self.declared_nbytes + self.engine_nbytes)

@@ -215,7 +215,8 @@ def demote(
 
 def count_on_disk(session: SessionState, parked: Parked) -> Parked:
     """Have a session that is parked in host memory count as one on the disk; what it holds stays."""
-    session.gone_to = moved = dataclasses.replace(parked, level=Level.DISK)
+    moved = dataclasses.replace(parked, level=Level.DISK)
+    session.let_go({"attrs": {}, "objects": {}}, moved)
     return moved
 
 

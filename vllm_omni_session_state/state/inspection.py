@@ -93,7 +93,7 @@ def entry_of(session: SessionState, declaration: Declaration | None, where: Wher
     carried = [
         _value(name, type(value).__name__, "attrs", value) for name, value in list(session.attrs.items())
     ]
-    on_host = host_fields(declaration)
+    on_device, *_ = session.parts(host_fields(declaration))
     return Entry(
         session=display_id(session.key),
         digest=digest(session.key),
@@ -101,7 +101,7 @@ def entry_of(session: SessionState, declaration: Declaration | None, where: Wher
         used=where.used,
         parked_nbytes={},
         nbytes=session.nbytes_by_device(),
-        device_nbytes=footprint(*session.contents(without=on_host | session.engine_names)).nbytes,
+        device_nbytes=footprint(*on_device.values, *on_device.lists).nbytes,
         declared_nbytes=declared,
         values=(*objects, *carried),
     )

@@ -67,19 +67,17 @@ class SessionState:
         serial: Its number in the order of creation, unique in this process.
         attrs: Values that the manager only carries, by name.
         log: What its growing lists reached at the last settlement.
-        gone_to: Of a parked session, what it was let go of for.
     """
 
-    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "gone_to", "key", "log", "serial")
+    __slots__ = ("__weakref__", "_away", "_objects", "attrs", "key", "log", "serial")
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.serial = next(_serials)
         self.attrs: dict[str, object] = {}
         self._objects: dict[str, StateObject[Any, Any]] = {}
-        self._away: tuple[dict[str, object], dict[str, StateObject[Any, Any]]] | None = None
+        self._away: _Away | None = None
         self.log: AllocationLog | None = None
-        self.gone_to: object = None
 
     @property
     def objects(self) -> dict[str, StateObject[Any, Any]]:
@@ -113,6 +111,15 @@ class SessionState:
         return self._away is not None
 
     @property
+    def gone_to(self) -> object:
+        """What ``let_go()`` was told that brings a parked session back."""
+        return None if self._away is None else self._away.to
+
+    def _here(self) -> tuple[dict[str, object], dict[str, StateObject[Any, Any]]]:
+        """Attributes and objects, of a parked session too."""
+        return (self.attrs, self._objects) if self._away is None else self._away[:2]
+
+    @property
     def staging(self) -> bool:
         """Whether any object holds a staged payload: a window is in progress."""
         return any(obj.staged is not None for obj in self._objects.values())
@@ -123,7 +130,7 @@ class SessionState:
         Args:
             choose: Whether the value of a name belongs to it; of a parked session only what is still there.
         """
-        attrs, objects = self._away or (self.attrs, self._objects)
+        attrs, objects = self._here()
         return {
             "attrs": {name: value for name, value in attrs.items() if choose(name)},
             "objects": {
@@ -137,7 +144,7 @@ class SessionState:
         Args:
             choose: Whether the value of a name belongs to it; of a parked session only what is still there.
         """
-        attrs, objects = self._away or (self.attrs, self._objects)
+        attrs, objects = self._here()
         chosen = [obj for name, obj in objects.items() if choose(name) and obj.resident]
         return [
             *(value for name, value in attrs.items() if choose(name)),
@@ -146,20 +153,17 @@ class SessionState:
 
     def live(self, choose: Callable[[str], bool]) -> dict[int, str]:
         """Names of objects, by the identity of the container that each hands out and exports a copy of."""
-        _, objects = self._away or (self.attrs, self._objects)
+        _, objects = self._here()
         return {id(obj.live): name for name, obj in objects.items() if choose(name) and obj.live is not None}
 
     def let_go(self, part: dict[str, dict[str, object]], to: object = None) -> None:
-        """Drop what ``part()`` handed out, which somebody holds elsewhere, and refuse every touch.
+        """Drop what ``part()`` handed out, and refuse every touch; ``to`` is what brings it back.
 
         All of it or nothing, also where the process is stopped on the way: ``gone_to`` tells.
-
-        Args:
-            part: What is dropped.
-            to: What brings it back.
         """
-        before = self._away, self.gone_to, self.attrs, self._objects
-        attrs, objects = away = self._away or (self.attrs, self._objects)
+        before = self._away, self.attrs, self._objects
+        attrs, objects = self._here()
+        away = _Away(attrs, objects, to)
         sealed: tuple[_Sealed, _Sealed] = _Sealed(self.key), _Sealed(self.key)
         released: list[str] = []
         try:
@@ -173,9 +177,9 @@ class SessionState:
                 if not isinstance(objects[name], PagedKV) or not objects[name].resident:
                     objects[name].import_payload(part["objects"][name])
             attrs.update(part["attrs"])
-            self._away, self.gone_to, self.attrs, self._objects = before
+            self._away, self.attrs, self._objects = before
             raise
-        self._away, self.gone_to, (self.attrs, self._objects) = away, to, sealed
+        self._away, (self.attrs, self._objects) = away, sealed
 
     def put_back(self, part: dict[str, Any]) -> None:
         """Take back what was let go of; afterwards the session is as it was.
@@ -183,7 +187,7 @@ class SessionState:
         If an object refuses, for want of room or whatever it is, the session stays away, all of it.
         """
         assert self._away is not None, "only a parked session is put back"
-        attrs, objects = self._away
+        attrs, objects = self._here()
         back: list[StateObject[Any, Any]] = []
         try:
             for name, payload in part["objects"].items():
@@ -197,13 +201,12 @@ class SessionState:
                 obj._release()  # noqa: SLF001 - as above
             attrs.update(dict.fromkeys(part["attrs"]))
             raise
-        self.attrs, self._objects, self._away, self.gone_to = attrs, objects, None, None
+        self.attrs, self._objects, self._away = attrs, objects, None
 
     def reset(self) -> None:
         """Reset every object, staged payloads too, and forget every attribute; also of a parked session."""
-        if self._away is not None:
-            self.attrs, self._objects = self._away
-            self._away = self.gone_to = None
+        self.attrs, self._objects = self._here()
+        self._away = None
         for obj in self._objects.values():
             obj.reset()
         self.attrs.clear()
@@ -212,18 +215,11 @@ class SessionState:
     def contents(
         self, *, only: AbstractSet[str] | None = None, without: AbstractSet[str] = frozenset()
     ) -> list[object]:
-        """The committed content of both buckets, by reference.
-
-        Args:
-            only: Names of the values to hand out, instead of all.
-            without: Names of the values to leave out.
-        """
+        """The committed content of both buckets, by reference: all, ``only`` some names, ``without`` some."""
         attrs, objects = list(self.attrs.items()), list(self._objects.items())
-        if only is not None:
-            attrs = [(name, value) for name, value in attrs if name in only]
-            objects = [(name, obj) for name, obj in objects if name in only]
-        values = [value for name, value in attrs if name not in without]
-        values += [obj.holds() for name, obj in objects if name not in without and obj.resident]
+        names = ({name for name, _ in (*attrs, *objects)} if only is None else only) - without
+        values = [value for name, value in attrs if name in names]
+        values += [obj.holds() for name, obj in objects if name in names and obj.resident]
         return values
 
     @property
@@ -231,8 +227,8 @@ class SessionState:
         """Names of the objects whose bytes lie in an engine's pool."""
         return frozenset(name for name, obj in self._objects.items() if isinstance(obj, PagedKV))
 
-    def roles(self, on_host: AbstractSet[str]) -> tuple[Role, Role, list[object], list[object]]:
-        """The content by reference: on the device, in host memory, in an engine's pool; and what is staged.
+    def parts(self, on_host: AbstractSet[str]) -> tuple[Role, Role, list[object], list[object]]:
+        """The content by where it lives, by reference: device, host memory, an engine's pool; what is staged.
 
         Args:
             on_host: Names of the values that live in host memory.
@@ -267,6 +263,14 @@ class SessionState:
         return self.footprint().nbytes
 
 
+class _Away(NamedTuple):
+    """What a parked session is made of, less what has left, and what brings that back."""
+
+    attrs: dict[str, object]
+    objects: dict[str, StateObject[Any, Any]]
+    to: object
+
+
 class _Sealed(dict[str, Any]):
     """In place of a parked session's content: whoever touches it is told, and can change nothing."""
 
@@ -290,7 +294,7 @@ _UNSET = Unset.UNSET  # an enum's member is looked up by code, a global is not
 
 
 class HoldsSession(Protocol):
-    """What a field descriptor needs of the object that it is declared on."""
+    """What a field is declared on."""
 
     _session: SessionState
 

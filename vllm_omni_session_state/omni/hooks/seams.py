@@ -66,6 +66,7 @@ PIPELINE_SEAMS: dict[str, tuple[Seam, ...]] = {
 
 RUNNER_SEAMS = (
     Seam("_get_or_create_session", "(self, session_id)"),
+    Seam("_bound_ar_session", "(self, session_id, *, description, synchronize=...)"),
     Seam("_release_session", "(self, session_id, *, reset_model, reason, suppress_errors=...)"),
 )
 """Of ``ARDiffusionModelRunner``."""

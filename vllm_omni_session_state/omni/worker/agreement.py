@@ -39,6 +39,7 @@ class Load:
         terms: What was asked for, one line; the same on all ranks.
         failed: Why it has no manager.
         no_disk: Why it has no disk tier although one is asked for.
+        sizes_pool: Whether the device budget decides how large the engine's KV pool is.
     """
 
     od_config: object
@@ -48,6 +49,7 @@ class Load:
     terms: str = ""
     failed: str = ""
     no_disk: str = ""
+    sizes_pool: bool = False
 
 
 loads: list[Load] = []
@@ -55,7 +57,7 @@ loads: list[Load] = []
 
 
 class RunnerPool:
-    """The places of a runner's KV pool, as ``DeviceCapacity`` asks for them.
+    """The places of a runner's KV pool, as the manager asks for them.
 
     Args:
         runner: Held weakly: it holds the pipeline, which reaches the manager.
@@ -91,12 +93,12 @@ def preallocate(runner: Any, original: Callable[..., None], available_bytes: int
     """
     load = next((load for load in reversed(loads) if load.pipeline() is runner.pipeline), None)
     manager = None if load is None else _managed_together(load)
-    if manager is None:
+    if load is None or manager is None:
         original(available_bytes=available_bytes)
         return
     reserved, failed = None, ""
     try:
-        if manager.capacity.sizes_pool:
+        if load.sizes_pool:
             reserved = _sized_together(runner, manager, original, available_bytes)
         if reserved is None:
             original(available_bytes=available_bytes)
@@ -145,9 +147,8 @@ def take_pool(runner: Any, manager: SessionStateManager, *, failed: str = "") ->
             ", ".join(map(str, places)),
         )
     runner._session_capacity = min(places)
-    manager.offloader.engine_nbytes = max(nbytes)
-    budgets.say(budgets.too_small(manager.offloader))
-    manager.capacity.pool = RunnerPool(runner)
+    manager.use_kv_slots(RunnerPool(runner), nbytes=max(nbytes))
+    budgets.say(budgets.too_small(manager))
 
 
 def say_host_sizes(why: object) -> None:
@@ -176,15 +177,14 @@ def _managed_together(load: Load) -> SessionStateManager | None:
     load.patches.forget()
     reasons = _reasons("disk tier", failed=load.no_disk)
     if reasons:
-        _leave_disk(manager, reasons)
+        _leave_disk(load, manager, reasons)
     return manager
 
 
-def _leave_disk(manager: SessionStateManager, why: str) -> None:
+def _leave_disk(load: Load, manager: SessionStateManager, why: str) -> None:
     """Park nothing on the disk, since one of the ranks cannot."""
-    offloader = manager.offloader
-    disk, offloader.disk, offloader.spiller = offloader.disk, None, None
-    manager.capacity.sizes_pool &= bool(offloader)
+    disk = manager.leave_disk()
+    load.sizes_pool &= manager.has_tier
     if disk is not None:
         with contextlib.suppress(TierFaultError):  # the next worker that starts there cleans
             disk.close()
@@ -213,7 +213,7 @@ def _sized_together(
         _give_back()
         say_host_sizes(reasons)
         return None
-    manager.capacity.fix_device_budget()
+    manager.fix_device_budget()
     return reserved
 
 

@@ -120,8 +120,8 @@ def _manage(
         idle_drop_s=chosen.idle_drop_s,
         exchange=exchange,
     )
-    has_budget = bool(manager.offloader) and bounds.device is not None
-    manager.capacity.sizes_pool = has_budget and chosen.kv_pool == "budget"
+    has_budget = manager.has_tier and bounds.device is not None
+    load.sizes_pool = has_budget and chosen.kv_pool == "budget"
     more = chosen.max_parked, chosen.on_lost, chosen.kv_pool, chosen.video_latents
     load.terms = f"{chosen.max_sessions} sessions, {bounds}, {more}"
     try:
@@ -132,7 +132,7 @@ def _manage(
             disk.close()
         raise
     load.manager = weakref.ref(manager)
-    budgets.say(budgets.too_small(manager.offloader))
+    budgets.say(budgets.too_small(manager))
     show_in_the_clear(chosen.show_ids)
     LOGGER.info(
         "session state manager (experimental) is on for %s: %d sessions are kept, %s",

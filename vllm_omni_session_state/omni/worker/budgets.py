@@ -14,7 +14,7 @@ from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.base.settings import Complaint, Settings
 
 if TYPE_CHECKING:
-    from vllm_omni_session_state.manager.tiers import Tiers
+    from vllm_omni_session_state.manager.manager import SessionStateManager
     from vllm_omni_session_state.offload.disk_tier import DiskTier
 
 
@@ -113,7 +113,7 @@ def no_disk(why: str) -> Complaint:
     return Complaint("disk", "", "none", f"no session is parked on the disk: {why}")
 
 
-def too_small(levels: Tiers) -> list[Complaint]:
+def too_small(manager: SessionStateManager) -> list[Complaint]:
     """Each tier that has no room for one session, as its model declares it."""
     return [
         Complaint(
@@ -123,7 +123,7 @@ def too_small(levels: Tiers) -> list[Complaint]:
             f"{setting}={budget} has room for no session: a model of this kind declares {wanted} bytes of "
             f"one. Few or none are parked there; raise {setting} to a multiple of that",
         )
-        for setting, budget, wanted in levels.too_small()
+        for setting, budget, wanted in manager.too_small()
     ]
 
 

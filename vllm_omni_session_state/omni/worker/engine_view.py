@@ -35,7 +35,7 @@ def figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> 
     return {
         "pid": os.getpid(),
         **manager.stats(),
-        "bounds": manager.capacity.bounds(),
+        "bounds": manager.bounds(),
         "kv": kv(runner),
         "kv_sessions": len(with_kv),
         "ends": dict(ends),
@@ -45,7 +45,7 @@ def figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> 
 
 def all_figures(manager: SessionStateManager, runner: Any, ends: dict[str, int]) -> dict[str, Any]:
     """The same with ``moves``: histograms of how long they took and how much they moved."""
-    return {**figures(manager, runner, ends), "moves": manager.offloader.moves.figures()}
+    return {**figures(manager, runner, ends), "moves": manager.moves.figures()}
 
 
 def _shown_short(key: str) -> str:

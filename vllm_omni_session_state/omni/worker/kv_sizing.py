@@ -32,7 +32,7 @@ def preallocate(
     pipeline = runner.pipeline
     spec = pipeline.ar_diffusion_kv_cache_spec()
     own = int(spec.model_owned_state_bytes_per_session)
-    budget = manager.capacity.device_budget
+    budget = manager.device_budget
     assert budget is not None, "without one vLLM-Omni's plan is right"
     free = runner._available_memory_bytes() if available_bytes is None else available_bytes
     reserved = reserve(own, budget, kv_nbytes=_kv_nbytes(runner, spec))

@@ -52,7 +52,7 @@ def _before(
 def leave_device(manager: SessionStateManager) -> None:
     """Park every session that nobody uses; what stays is said. Never raises."""
     try:
-        if not manager.offloader:
+        if not manager.has_tier:
             if len(manager):
                 log_once(
                     logging.WARNING,
@@ -77,7 +77,7 @@ def leave_process(manager: SessionStateManager) -> None:
     worker that took no notice.
     """
     manager.watch.close()
-    disk = manager.offloader.disk
+    disk = manager.disk
     if disk is None or disk.closed:
         return
     try:
@@ -99,7 +99,7 @@ def leave_process(manager: SessionStateManager) -> None:
 def _keep_all(manager: SessionStateManager) -> None:
     """Bring all sessions to the disk, as far as that goes."""
     refused = _park_all(manager)
-    manager.offloader.flush_to_disk()
+    manager.flush_to_disk()
     kept = manager.stats()["disk_sessions"]
     LOGGER.info("the worker shuts down: %d of %d sessions are on the disk", kept, len(manager))
     if refused:

@@ -86,7 +86,7 @@ class Publisher:
         writer.write(
             found,
             changed,
-            manager.offloader.moves.changed_figures(),
+            manager.moves.changed_figures(),
             agreed=[found[name] for name in engine_view.AGREED] if ended else None,
         )
 

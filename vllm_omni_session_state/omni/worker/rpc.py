@@ -117,8 +117,7 @@ def inspect(worker: Any, name: str | None = None, **only: bool) -> Answer:
     def look() -> Answer:
         manager = _manager(worker)
         key = PerName(manager, [name], manager.keys(), **only).one()
-        wanted = None if key is None else digest(key)
-        entry = next((entry for entry in manager.listing() if entry.digest == wanted), None)
+        entry = None if key is None else manager.inspect(key)
         return {"found": entry is not None, "session": None if entry is None else dataclasses.asdict(entry)}
 
     return on_every_rank(look, ("found",))
@@ -134,7 +133,7 @@ def holds(worker: Any, *names: str | None, **only: bool) -> Answer:
 
     def look() -> Answer:
         manager = _manager(worker)
-        lost = [isinstance(name, str) and manager.capacity.has_lost(name) for name in names]
+        lost = [isinstance(name, str) and manager.has_lost(name) for name in names]
         return PerName(manager, names, manager.keys(), **only).answer(lost=lost)
 
     return on_every_rank(look, ("found",))
@@ -199,7 +198,7 @@ def mark_stale(worker: Any, *names: str | None, **only: bool) -> Answer:
         As for ``close``; each rank has ``stale`` too: for each name, whether it is marked.
     """
     if (manager := manager_of(worker)) is not None:
-        manager.capacity.eviction.clock = True
+        manager.expect_marks()
     return _move(worker, names, "mark_stale", "stale", "a session was not marked stale", **only)
 
 

@@ -3,8 +3,10 @@
 The runner drops a session on any exception inside the scope of a forward. A restore that failed there
 would destroy the session that it failed to read, so it happens before, where the runner looks for the
 session. There is also where room is made in the pool, before the runner's own loop would drop somebody, and
-where a session's KV joins what its manager knows of it. And the runner knows why it releases a session, which
-the pipeline is not told. Where it makes its KV pool, the ranks of a model agree how they go on.
+where a session's KV joins what its manager knows of it. The session is pinned from there on: the forward's
+lease takes the pin over, and one that no lease took is given back before vLLM-Omni drops the session. And
+the runner knows why it releases a session, which the pipeline is not told. Where it makes its KV pool, the
+ranks of a model agree how they go on.
 
 Patched on the class, once, and only where a pipeline has a manager; for any other pipeline the methods are
 vLLM-Omni's.
@@ -12,8 +14,9 @@ vLLM-Omni's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_omni_session_state.base.errors import SeamMismatchError
@@ -39,8 +42,8 @@ def hook_runner() -> bool:
     from vllm_omni.experimental.ar_diffusion.runner import ARDiffusionModelRunner  # noqa: PLC0415
 
     seams.check(ARDiffusionModelRunner, seams.RUNNER_SEAMS)
-    patching.wrap(ARDiffusionModelRunner, "_get_or_create_session", _get_or_create_session)
-    patching.wrap(ARDiffusionModelRunner, "_release_session", _release_session)
+    for around in (_get_or_create_session, _bound_ar_session, _release_session):
+        patching.wrap(ARDiffusionModelRunner, around.__name__, around)
     try:
         seams.check(ARDiffusionModelRunner, seams.SIZING_SEAMS)
     except SeamMismatchError as error:
@@ -54,17 +57,31 @@ def _get_or_create_session(original: Callable[..., Any], self: Any, session_id: 
     manager = _manager_of(self)
     if manager is None:
         return original(self, session_id)
-    if manager.capacity.pool is None:
+    if manager.kv_slots is None:
         agreement.take_pool(self, manager)
-    manager.prepare(session_id)
-    session = manager.peek(session_id)
-    if session is not None and session.empty and session_id in self._sessions:
-        # A new session, and the engine has KV of one that was lost under its id.
-        self._sessions.pop(session_id).close()
-    state = original(self, session_id)
-    # An engine that looks otherwise keeps its KV to itself.
-    tried(lambda: _join(self, session, state), "engine KV is neither counted nor parked")
+    pin = manager.prepare(session_id)  # the forward's lease takes it over
+    session = None if pin is None else pin.session
+    try:
+        if session is not None and session.empty and session_id in self._sessions:
+            # A new session, and the engine has KV of one that was lost under its id.
+            self._sessions.pop(session_id).close()
+        state = original(self, session_id)
+        # An engine that looks otherwise keeps its KV to itself.
+        tried(lambda: _join(self, session, state), "engine KV is neither counted nor parked")
+    except BaseException:
+        manager.give_back(session_id)
+        raise
     return state
+
+
+@contextlib.contextmanager
+def _bound_ar_session(original: Callable[..., Any], self: Any, session_id: str, **how: Any) -> Iterator[None]:
+    try:
+        with original(self, session_id, **how):
+            yield
+    finally:
+        if (manager := _manager_of(self)) is not None:
+            manager.give_back(session_id)
 
 
 def _release_session(
@@ -72,6 +89,8 @@ def _release_session(
 ) -> None:
     manager = _manager_of(self)
     lost = _LOST.get(reason) if manager is not None and session_id in manager else None
+    if manager is not None:
+        manager.give_back(session_id)  # while it is pinned, a drop of it would wait
     try:
         original(self, session_id, reason=reason, **how)
     finally:
