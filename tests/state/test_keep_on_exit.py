@@ -7,7 +7,6 @@ import traceback
 from pathlib import Path
 
 import pytest
-import safetensors
 from tiered import FILE, begin, manager_of
 
 from vllm_omni_session_state.base.ids import fingerprint
@@ -29,9 +28,9 @@ def kept(top):
     """The sessions in kept folders, each whole, by the hash of its identity."""
     found = set()
     for file in Path(top).glob("kept-*/*.safetensors"):
-        assert read_file(file).storages
-        with safetensors.safe_open(file, "pt") as opened:
-            found.add(opened.metadata()["session"])
+        contents = read_file(file)
+        assert contents.storages
+        found.add(contents.manifest.session)
     return found
 
 

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -73,7 +74,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._tickets: dict[str, FileAllocation] = {}
         self._strays: dict[str, int] = {}  # charges of files that are nobody's and could not be removed yet
-        self.ahead = ReadAhead(self._read_back)
+        self.ahead = ReadAhead(self._read_back, attrgetter("nbytes"))
         self.closed = False
 
     @property

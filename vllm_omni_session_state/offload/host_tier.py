@@ -19,21 +19,17 @@ from vllm_omni_session_state.base.errors import TierFullError
 from vllm_omni_session_state.offload import copy, page_locked
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """A page-locked block that the tier has let go of.
+    """A page-locked block that the tier has let go of: what it takes, and its memory, weakly."""
 
-    Attributes:
-        nbytes: What it takes.
-    """
-
-    def __init__(self, slab: torch.Tensor, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._memory = StorageWeakRef(slab.untyped_storage())  # type: ignore[no-untyped-call]
+    nbytes: int
+    memory: StorageWeakRef
 
     @property
     def free(self) -> bool:
         """Whether nobody holds it any more: the one that dropped the parcel may do so still."""
-        return bool(self._memory.expired())  # type: ignore[no-untyped-call]
+        return bool(self.memory.expired())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +52,13 @@ class HostAllocation:
 
 
 def allocation_of(storages: Sequence[torch.UntypedStorage], *, pinned: bool = False) -> HostAllocation:
-    """Copies of storages in a new slab, which no tier has charged.
+    """Copies of storages in a new slab, which no tier has charged; ``MemoryError`` if there is no room.
 
     What only passes on its way to a file is better not page-locked: the block would stay so, counted nowhere.
-
-    Raises:
-        MemoryError: If the machine has no room; nothing has changed.
     """
-    sizes = tuple(storage.nbytes() for storage in storages)
     slab = copy.to_slab(storages, pinned=pinned)
-    return HostAllocation(slab, sizes, tuple(storage.device for storage in storages))
+    sizes, devices = [each.nbytes() for each in storages], [each.device for each in storages]
+    return HostAllocation(slab, tuple(sizes), tuple(devices))
 
 
 class HostTier:
@@ -82,11 +75,7 @@ class HostTier:
         self.nbytes = 0
 
     def room(self, live_nbytes: int) -> int:
-        """Bytes that are left.
-
-        Args:
-            live_nbytes: What sessions hold in host memory beside the parcels.
-        """
+        """Bytes that are left beside ``live_nbytes``, what sessions hold in host memory themselves."""
         return self.budget - self.nbytes - live_nbytes
 
     @staticmethod
@@ -142,14 +131,10 @@ class HostTier:
             self._recount()
             raise
         if pinned and page_locked.stays_cached(charged):
-            self._cached.append(_Block(parcel.slab, charged))
+            self._cached.append(_Block(charged, StorageWeakRef(parcel.slab.untyped_storage())))  # type: ignore[no-untyped-call]
 
     def trim(self, live_nbytes: int) -> None:
-        """Have cached blocks given back where the budget has no room for them.
-
-        Args:
-            live_nbytes: See ``room()``.
-        """
+        """Have cached blocks given back where the budget has no room for them; argument as for ``room()``."""
         if self._cached_nbytes > max(0, self.room(live_nbytes)):
             self._give_back()
 

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from vllm_omni_session_state.base.log import LOGGER
 
@@ -21,18 +21,8 @@ MOST = 2
 CLOSE_WAIT_S = 2.0
 """How long a close waits for a read under way: a worker that is told to end has seconds."""
 
+K = TypeVar("K")
 T = TypeVar("T")
-
-
-class Sized(Protocol):
-    """What is read, by its ticket."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file."""
-
-
-K = TypeVar("K", bound=Sized)
 
 
 class ReadAhead(Generic[K, T]):
@@ -40,13 +30,15 @@ class ReadAhead(Generic[K, T]):
 
     Args:
         read: Reads one; called in the background.
+        nbytes_of: The bytes of one.
 
     Attributes:
         taken: How many were there when they were asked for, or on their way.
     """
 
-    def __init__(self, read: Callable[[K], T]) -> None:
+    def __init__(self, read: Callable[[K], T], nbytes_of: Callable[[K], int]) -> None:
         self.taken = 0
+        self._nbytes_of = nbytes_of
         self._read = read
         self._lock = threading.Lock()
         self._coming: dict[K, Future[T]] = {}  # oldest first
@@ -57,7 +49,7 @@ class ReadAhead(Generic[K, T]):
     def nbytes(self) -> int:
         """Bytes of the files that are here or on their way."""
         with self._lock:
-            return sum(ticket.nbytes for ticket in self._coming)
+            return sum(map(self._nbytes_of, self._coming))
 
     def begin(self, ticket: K) -> None:
         """Begin to read a file, unless that has begun."""

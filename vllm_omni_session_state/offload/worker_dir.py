@@ -1,12 +1,14 @@
-"""A worker's own folder below the deployment's: locked for life, and what dead workers left is cleaned.
+"""A worker's own folder below the deployment's, locked for life, and what dead workers left beside it.
 
 Under the deployment's lock, which is held for the start alone, a worker cleans, makes its folder and locks
 it; so no other sees a folder with files that is not yet locked. The lock goes with the process, however that
-ends.
+ends. Workers are numbered: one that starts takes the lowest number that no living worker has.
 
-Workers that share the deployment's folder are numbered: one that starts takes the lowest number that no
-living worker has. What an earlier worker of that number kept counts towards its budget. A folder that is to
-be kept has the name for it from its start on: a process that is killed at any instant leaves what it parked.
+A folder that is to be kept has the name for it from its start on: a process that is killed at any instant
+leaves what it parked. Nobody takes kept sessions up yet, so they yield to whatever lives. A kept folder
+counts towards the budget of the worker that has its number, and is removed before the files of that one need
+the room, the oldest first. Where the file system itself is full the oldest of all goes. So a kept folder
+never refuses a session: one that resists is said, and stays.
 """
 
 from __future__ import annotations
@@ -14,23 +16,144 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import re
 import secrets
 import stat
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from vllm_omni_session_state.base.errors import TierFaultError
-from vllm_omni_session_state.base.log import LOGGER
+from vllm_omni_session_state.base.log import LOGGER, log_once
 from vllm_omni_session_state.offload.file_format import PART
-from vllm_omni_session_state.offload.file_system import System, close_folder, open_folder, trying
-from vllm_omni_session_state.offload.kept_folders import KEPT, KeptFolders, empty, lives
+from vllm_omni_session_state.offload.file_system import FULL, System, close_folder, open_folder, trying
 
 LOCK_WAIT_S = 30.0
 """How long a starting worker waits for others that start at the same time."""
 
-_WORKER = "worker-"
-_NAME = re.compile(rf"(?:{_WORKER}|{KEPT})(?:([0-9]{{1,9}})-)?[0-9a-f]{{32}}")
+_KEPT = "kept-"
+_NAME = re.compile(rf"(worker-|{_KEPT})(?:([0-9]{{1,9}})-)?[0-9a-f]{{32}}")
+"""Of a folder; one of an earlier version has no number and counts as 0."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One folder.
+
+    Attributes:
+        name: In the deployment's folder.
+        nbytes: Of its files.
+        written: When the newest of them was, in nanoseconds; the file system's clock.
+    """
+
+    name: str
+    nbytes: int
+    written: int
+
+
+class KeptFolders:
+    """Those that count towards one worker's budget.
+
+    Args:
+        top: The deployment's folder.
+        top_fd: Its descriptor.
+        number: The worker's.
+    """
+
+    def __init__(self, top: str, top_fd: int, *, number: int) -> None:
+        self._top = top
+        self._top_fd = top_fd
+        self._lock = threading.Lock()
+        self._held = self._found(number)  # oldest first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their files."""
+        return sum(each.nbytes for each in list(self._held))
+
+    def shrink(self, most: int) -> None:
+        """Remove the oldest until the others have at most so many bytes. Never raises."""
+        with self._lock:
+            for each in list(self._held):
+                if self.nbytes <= most:
+                    return
+                self._remove(each)
+
+    def yielding(self, act: Callable[[], T]) -> T:
+        """Do what may find the file system full; while it does, the oldest folder of all goes.
+
+        Raises:
+            OSError: As ``act()`` did, when nothing kept is left.
+            TierFaultError: As well.
+        """
+        while True:
+            try:
+                return act()
+            except (OSError, TierFaultError) as error:  # noqa: PERF203 - it is done again after each of them
+                if not (_says_full(error) and self._remove_oldest()):
+                    raise
+
+    def check(self) -> None:
+        """Assert that no folder has more bytes than are counted. An expensive no-op."""
+        for each in self._held:
+            there = 0
+            with contextlib.suppress(FileNotFoundError), os.scandir(f"{self._top}/{each.name}") as entries:
+                there = sum(entry.stat().st_size for entry in entries)
+            assert there <= each.nbytes, "kept bytes that are not counted"
+
+    def _remove_oldest(self) -> bool:
+        with self._lock:
+            try:
+                return any(map(self._remove, self._found(None)))
+            except OSError:
+                return False
+
+    def _found(self, number: int | None) -> list[Kept]:
+        """Folders of workers that are gone, oldest first: with that number, or all of them."""
+        found = []
+        for name in System.listdir(self._top_fd):
+            match = _NAME.fullmatch(name)
+            if match is None or match[1] != _KEPT or number not in (None, int(match[2] or 0)):
+                continue
+            try:
+                each = _look(name, self._top_fd)
+            except OSError as error:
+                self._say("look at", name, error)
+                continue
+            if each is not None:
+                found.append(each)
+        return sorted(found, key=lambda each: (each.written, each.name))
+
+    def _remove(self, each: Kept) -> bool:
+        """Whether a folder is gone; never raises."""
+        try:
+            if _clear(each.name, self._top_fd) is None:
+                return False
+        except FileNotFoundError:  # gone is gone
+            pass
+        except OSError as error:
+            self._say("remove", each.name, error)
+            return False
+        LOGGER.info("removed %s/%s, which a dead worker kept: its room is wanted", self._top, each.name)
+        self._held = [other for other in self._held if other.name != each.name]
+        return True
+
+    def _say(self, purpose: str, name: str, error: OSError) -> None:
+        log_once(
+            logging.WARNING,
+            ("kept", purpose, str(error.errno)),
+            "cannot %s %s/%s, which a dead worker kept: %s. It refuses nobody, and disk.budget is exceeded",
+            purpose,
+            self._top,
+            name,
+            error.strerror,
+        )
 
 
 class WorkerDir:
@@ -60,7 +183,7 @@ class WorkerDir:
             _lock_within(self._top_fd, LOCK_WAIT_S)
             living = _clean(self.top, self._top_fd)
             number = next(each for each in itertools.count() if each not in living)
-            self._name = f"{KEPT if keep else _WORKER}{number}-{secrets.token_hex(16)}"
+            self._name = f"{_KEPT if keep else 'worker-'}{number}-{secrets.token_hex(16)}"
             self.path = f"{self.top}/{self._name}"
             self.kept = KeptFolders(self.top, self._top_fd, number=number)
             self.kept.yielding(lambda: System.mkdir(self._name, 0o700, dir_fd=self._top_fd))
@@ -87,7 +210,7 @@ class WorkerDir:
         try:
             if self.ours:
                 with trying("close the disk tier", self.path), contextlib.suppress(FileNotFoundError):
-                    empty(self.fd)
+                    _empty(self.fd)
                     System.rmdir(self._name, dir_fd=self._top_fd)
         finally:
             self.leave()
@@ -142,24 +265,67 @@ def _clean(top: str, top_fd: int) -> set[int]:
         if match is None:
             continue
         try:
-            if not _clean_one(name, top, top_fd) and match[1]:
-                living.add(int(match[1]))
+            files = _clear(name, top_fd, ending=PART if match[1] == _KEPT else "")
+            if files is None and match[2]:
+                living.add(int(match[2]))
+            if files:
+                LOGGER.info("removed %d files that a dead worker left in %s/%s", files, top, name)
         except OSError as error:
             LOGGER.warning("what a dead worker left in %s/%s cannot be removed: %s", top, name, error)
     return living
 
 
-def _clean_one(name: str, top: str, top_fd: int) -> bool:
-    """Clean one folder; whether its worker is dead. Of one that is kept only files without an end go."""
+def _clear(name: str, top_fd: int, *, ending: str = "") -> int | None:
+    """Remove a dead worker's files whose names end like that, and its folder once nothing is in it.
+
+    Returns:
+        How many files these were; ``None`` if its worker lives, and nothing was removed.
+    """
     fd = open_folder(name, within=top_fd)
     try:
-        if lives(fd):
-            return False
-        files = empty(fd, ending=PART if name.startswith(KEPT) else "")
-        if not System.listdir(fd):
+        if _lives(fd):
+            return None
+        files = _empty(fd, ending=ending)
+        if not ending or not System.listdir(fd):
             System.rmdir(name, dir_fd=top_fd)
-        if files:
-            LOGGER.info("removed %d files that a dead worker left in %s/%s", files, top, name)
+        return files
+    finally:
+        close_folder(fd)
+
+
+def _says_full(error: OSError | TierFaultError) -> bool:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in FULL
+
+
+def _lives(fd: int) -> bool:
+    """Whether the worker of that folder is alive: it alone holds the lock for itself."""
+    try:
+        System.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    return False
+
+
+def _empty(fd: int, *, ending: str = "") -> int:
+    """Remove a folder's files whose names end like that; how many these were."""
+    names = [name for name in System.listdir(fd) if name.endswith(ending)]
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # another worker is at it too
+            System.unlink(name, dir_fd=fd)
+    return len(names)
+
+
+def _look(name: str, top_fd: int) -> Kept | None:
+    """A dead worker's folder; ``None`` if its worker lives, or nothing is in it."""
+    fd = open_folder(name, within=top_fd)
+    try:
+        files = []
+        for file in System.listdir(fd):
+            with contextlib.suppress(FileNotFoundError):
+                files.append(System.stat(file, dir_fd=fd, follow_symlinks=False))
+        if not files or _lives(fd):  # in this order: one that is being made is empty, and is not locked here
+            return None
+        return Kept(name, sum(file.st_size for file in files), max(file.st_mtime_ns for file in files))
     finally:
         close_folder(fd)
