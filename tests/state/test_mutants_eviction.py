@@ -151,10 +151,10 @@ def a_use_does_not_unmark():
 
     def marked(self, key, *args, **how):
         stale = {entry.session.serial for entry in self._table.entries.values() if entry.stale}
-        entry = seat_of(self, key, *args, **how)
+        entry, there = seat_of(self, key, *args, **how)
         if entry is not None:
             entry.stale = entry.session.serial in stale
-        return entry
+        return entry, there
 
     return mock.patch.object(Leases, "_seat", marked)
 

@@ -7,11 +7,13 @@ holds, and is the most recently used one.
 
 from __future__ import annotations
 
+import functools
+
 from vllm_omni_session_state.base.errors import SessionParkedError, SessionStateLostError
 from vllm_omni_session_state.base.ids import display_id
 from vllm_omni_session_state.manager.capacity import DeviceCapacity
 from vllm_omni_session_state.manager.charging import measure
-from vllm_omni_session_state.manager.entry import Entry, Lease
+from vllm_omni_session_state.manager.entry import PARKED, Entry, Lease
 from vllm_omni_session_state.manager.offloader import Offloader, finished
 from vllm_omni_session_state.manager.table import Table
 
@@ -114,14 +116,15 @@ class Leases:
         coming: list[Entry] = []
         try:
             while True:
-                entry = self._seat(key, lease, count=count, paid=paid, coming=coming if asked else None)
+                entry, there = self._seat(
+                    key, lease, count=count, paid=paid, coming=coming if asked else None
+                )
                 if entry is None:
                     paid = self._capacity.make() or paid
-                elif coming:
-                    assert lease is not None, "else it stays parked"
-                    self._offloader.restore(entry, lease, no_place=why)
+                elif there:
                     return entry
-                elif not entry.parked:
+                elif coming and lease is not None:
+                    self._offloader.restore(entry, lease, no_place=why)
                     return entry
                 else:
                     why, asked = self._capacity.reserve_kv_slot(key), True
@@ -131,8 +134,8 @@ class Leases:
 
     def _seat(
         self, key: str, lease: Lease | None, *, count: bool, paid: bool, coming: list[Entry] | None
-    ) -> Entry | None:
-        """The entry of a session, used from now on where it is on the device; ``None`` for no room.
+    ) -> tuple[Entry | None, bool]:
+        """The entry of a session, and whether it is on the device, and so used now; ``None`` for no room.
 
         Args:
             key: The session's.
@@ -145,23 +148,20 @@ class Leases:
         with table.lock:
             entry = table.wait_until_placed(key)
             if entry is None:
-                entry, count = self._newcomer(key, paid=paid), False
-            if entry is None:
-                return None
+                self.refuse_the_lost(key)
+                if self._capacity.over_capacity(paid=paid):
+                    return None, False
+                entry, count = table.open(key), False
             entry.stale = False
-            if not entry.parked:
+            if entry.placement not in PARKED:
                 table.lend(entry, lease, count=count)
-            elif lease is None:
+                return entry, True
+            if lease is None:
                 raise SessionParkedError(display_id(key))
-            elif coming is not None:
+            if coming is not None:
                 coming.append(entry)
                 table.transition(entry, entry.placement.away)
-            return entry
-
-    def _newcomer(self, key: str, *, paid: bool) -> Entry | None:
-        """A new session's entry; ``None`` while there is no room for one. Lock held."""
-        self.refuse_the_lost(key)
-        return None if self._capacity.over_capacity(paid=paid) else self._table.open(key)
+            return entry, False
 
     def refuse_the_lost(self, key: str) -> None:
         """Raise where a new session would be one that was lost, and may not start over in silence.
@@ -180,10 +180,7 @@ class Leases:
             try:
                 charge = measure(entry.session, self._offloader.declaration)
             finally:
-                ended = finished(
-                    lambda: self._table.end_lease(entry, lease, charge),
-                    lambda: self._table.end_lease(entry, lease, None),
-                )
+                ended = finished(functools.partial(self._table.end_lease, entry, lease), charge)
             if ended:  # what was said of it meanwhile, that it is lost, stays said
                 self.drop(lease.key, clear=False)
         if self.pins.get(lease.key) is lease:

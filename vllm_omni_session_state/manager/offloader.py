@@ -51,20 +51,20 @@ from vllm_omni_session_state.offload.parking import (
 T = TypeVar("T")
 
 
-def finished(act: Callable[[], T], again: Callable[[], object]) -> T:
+def finished(act: Callable[[Charge | None], T], charge: Charge | None = None) -> T:
     """Do a short thing to its end, also where the process is stopped in the middle of it.
 
     A signal's exception comes at any line, and once. Then the thing is done again, and the exception goes on.
 
     Args:
-        act: The thing.
-        again: The same, after some of it or all has been done.
+        act: The thing; of which a second time changes nothing that the first has done.
+        charge: What it charges the first time.
     """
     try:
-        return act()
+        return act(charge)
     except BaseException as error:
         if not isinstance(error, Exception):
-            again()
+            act(None)
         raise
 
 
@@ -106,7 +106,7 @@ class Offloader(Tiers):
         try:
             charge = self._charge(entry)
         finally:
-            finished(lambda: self._arrive(entry, charge), lambda: self._arrive(entry, None))
+            finished(functools.partial(self._arrive, entry), charge)
         self._table.tell()
 
     def stopped(self, error: BaseException, moving: Iterable[Entry]) -> None:
@@ -189,14 +189,14 @@ class Offloader(Tiers):
             part = None
             if back:
                 self._discard(parked)
-                finished(lend := functools.partial(self._lend, entry, lease), lend)
+                finished(functools.partial(self._lend, entry, lease))
                 self._table.tell()
             else:
                 self.arrive(entry)
         if failed is not None:
             raise SessionRestoreFailedError(display_id(session.key), failed) from failed
 
-    def _lend(self, entry: Entry, lease: Lease) -> None:
+    def _lend(self, entry: Entry, lease: Lease, _: Charge | None) -> None:
         with self._table.lock:
             self._table.lend(entry, lease)
 

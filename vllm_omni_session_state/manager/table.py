@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from vllm_omni_session_state.accounting.accounts import Accounts
-from vllm_omni_session_state.manager.entry import MOVING, ON_DISK, OUT, PARKED, Entry, Lease, Placement
+from vllm_omni_session_state.manager.entry import (
+    MOVING,
+    ON_DISK,
+    OUT,
+    PARKED,
+    RESTING,
+    Entry,
+    Lease,
+    Placement,
+)
 from vllm_omni_session_state.manager.losses import Losses, Reason
 from vllm_omni_session_state.manager.lru import LruOrder
 from vllm_omni_session_state.state.session import SessionState
@@ -33,7 +42,7 @@ class Table:
         lock: Guards everything here, and every field of an entry.
         moved: Told when a session has arrived somewhere.
         entries: By session key.
-        at: Keys by where their sessions are, longest unused first.
+        at: Keys by where their sessions are; of those that rest, longest unused first.
         accounts: Charges by a session's serial number.
         losses: Who was lost.
         changed: Keys of what a watcher has not seen yet, ``None`` while there is none.
@@ -111,7 +120,11 @@ class Table:
             else:
                 self.accounts.close(serial)
         else:
-            self.at[to].put(key, entry.turn)
+            keys = self.at[to]
+            if to in RESTING:
+                keys.put(key, entry.turn)
+            else:
+                keys[key] = entry.turn  # nobody chooses from these: they are counted
             if to is not Placement.IDLE:
                 self.accounts.lease(serial)
             else:
@@ -277,8 +290,9 @@ class Table:
                 there = sorted(
                     (entry.turn, key) for key, entry in self.entries.items() if entry.placement is placement
                 )
-                keys.check()
-                assert list(keys) == [key for _, key in there], f"others are {placement.value}"
+                if placement in RESTING:
+                    keys.check()
+                assert sorted((turn, key) for key, turn in keys.items()) == there, f"others {placement.value}"
             turns = [entry.turn for entry in self.resting()]
             assert len(set(turns)) == len(turns), "two sessions were used at once"
             for entry in self.entries.values():
