@@ -130,12 +130,16 @@ def test_plain_values_hold_nothing_and_are_not_worth_a_report():
 def test_the_walk_keeps_nothing_alive_and_makes_no_garbage():
     values = [torch.zeros(4), {"k": [np.zeros(3)]}, (torch.eye(2).to_sparse(),)]
     counts = [sys.getrefcount(value) for value in values]
-    gc.collect()
+    footprint(*values)  # what torch makes at a first time is not the walk's
+    garbage = []
     gc.disable()
     try:
-        for _ in range(50):
-            footprint(*values)
+        for _ in range(3):  # another thread's may come once between
+            gc.collect()
+            for _ in range(50):
+                footprint(*values)
+            garbage.append(gc.collect())
         assert [sys.getrefcount(value) for value in values] == counts
-        assert gc.collect() == 0
+        assert min(garbage) == 0, garbage
     finally:
         gc.enable()
