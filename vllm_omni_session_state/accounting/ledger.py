@@ -17,14 +17,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
 
 from vllm_omni_session_state.accounting.allocations import Allocation, nbytes_by_device
+from vllm_omni_session_state.accounting.append_list import AllocationLog
 
-if TYPE_CHECKING:
-    from vllm_omni_session_state.accounting.append_list import AllocationLog
-
-T = TypeVar("T")
 _NOTHING: frozenset[Allocation] = frozenset()
 
 
@@ -65,8 +61,14 @@ class Ledger:
         if log is not None:
             come = come.union(log.order[charged:])
         try:
-            _keep(self._charges, owner, new)
-            _keep(self._logs, owner, None if log is None else (log, len(log.order)))
+            if new:
+                self._charges[owner] = new
+            else:
+                self._charges.pop(owner, None)
+            if log is not None:
+                self._logs[owner] = log, len(log.order)
+            else:
+                self._logs.pop(owner, None)
             if gone:
                 self._take(gone)
             if come:
@@ -133,10 +135,3 @@ class Ledger:
         self._reached, self._again, self._total, self._shared = set(), {}, {}, {}
         for owner in self.owners():
             self._put(frozenset(self._charge_of(owner)))
-
-
-def _keep(held: dict[Hashable, T], owner: Hashable, value: T | None) -> None:
-    if value:
-        held[owner] = value
-    else:
-        held.pop(owner, None)

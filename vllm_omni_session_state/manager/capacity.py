@@ -190,9 +190,11 @@ class DeviceCapacity:
 
         Where none can be parked and the device has no more, as many are lost as make it fit, if any may.
         """
+        if not self.offloader:
+            return
         refused: list[Refused] = []
         asked = False
-        while self.offloader:
+        while True:
             entry, why = self._park(functools.partial(self._choose, refused, newcomers=0))
             if entry is None:
                 break

@@ -67,11 +67,21 @@ def measure(session: SessionState, declaration: Declaration | None) -> Charge:
             kind,
         )
     if declaration is not None:
-        nbytes = on_device.nbytes
+        reached = on_device.allocations
         if appended is not None and growing is device:
-            reached = (*on_device.allocations, *appended.found)
-            nbytes = sum(appended.log.nbytes_with(reached).values())
-        _compare(session, nbytes, declaration.device_nbytes)
+            nbytes = sum(appended.log.nbytes_with((*reached, *appended.found)).values())
+        else:
+            nbytes = sum([each.nbytes for each in reached])
+        if nbytes > declaration.device_nbytes:
+            log_once(
+                logging.WARNING,
+                ("declared",),
+                "session %s holds %d bytes on the device and its model declared %d: vLLM-Omni reserves too "
+                "little, and a full pool can run out of memory",
+                display_id(session.key),
+                nbytes,
+                declaration.device_nbytes,
+            )
     held = Held(
         device=on_device.allocations,
         host=on_host.allocations,
@@ -81,19 +91,6 @@ def measure(session: SessionState, declaration: Declaration | None) -> Charge:
         log_on_host=growing is host,
     )
     return Charge(held, appended)
-
-
-def _compare(session: SessionState, nbytes: int, declared: int) -> None:
-    if nbytes > declared:
-        log_once(
-            logging.WARNING,
-            ("declared",),
-            "session %s holds %d bytes on the device and its model declared %d: vLLM-Omni reserves too "
-            "little, and a full pool can run out of memory",
-            display_id(session.key),
-            nbytes,
-            declared,
-        )
 
 
 def charge_of(session: SessionState, parked: Parked) -> Charge:

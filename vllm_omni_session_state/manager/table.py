@@ -82,7 +82,7 @@ class Table:
         return self._count(ON_DISK)
 
     def _count(self, placements: Iterable[Placement]) -> int:
-        return sum(len(self.at[placement]) for placement in placements)
+        return sum([len(self.at[placement]) for placement in placements])
 
     def tell(self, *, ended: bool = False) -> None:
         """Tell who watches that something has changed; ``ended``: a use has ended. Lock free."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -33,7 +34,7 @@ def slab_nbytes(sizes: Sequence[int], *, pinned: bool = False) -> int:
         sizes: In bytes.
         pinned: Whether it is page-locked.
     """
-    nbytes = sum(_aligned(size) for size in sizes)
+    nbytes = _places(sizes)[-1]
     return page_locked.taken_nbytes(nbytes) if pinned else nbytes
 
 
@@ -62,11 +63,7 @@ def to_slab(storages: Sequence[torch.UntypedStorage], *, pinned: bool = False) -
 
 def parts(slab: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Each storage's bytes in a slab, by reference: uint8, ``(size,)``."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(slab[start : start + size])
-        start += _aligned(size)
-    return found
+    return [slab[start : start + size] for start, size in zip(_places(sizes), sizes, strict=False)]
 
 
 def from_slab(
@@ -148,8 +145,9 @@ def host_storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         raise MemoryError(f"no host memory for {sum(sizes)} bytes: {error}") from error
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Where each storage begins in a slab, and where the last one ends."""
+    return [*accumulate([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes], initial=0)]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -159,13 +157,13 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    device = next((t.device for pair in pairs for t in pair if t.device.type != "cpu"), None)
-    if device is None:
+    away = [tensor.device for pair in pairs for tensor in pair if tensor.device.type != "cpu"]
+    if not away:
         for source, target in pairs:
             target.copy_(source)
         return
-    here = torch.accelerator.current_stream(device)
-    stream = torch.Stream(device)
+    here = torch.accelerator.current_stream(away[0])
+    stream = torch.Stream(away[0])
     stream.wait_stream(here)
     with stream:
         for source, target in pairs:
