@@ -109,11 +109,13 @@ MUTANTS = {
         Mutant(
             "counts K alone",
             engine_kv.SessionKV,
-            "_places",
+            "blocks",
             "(kv.key_cache, kv.value_cache)",
             "(kv.key_cache,)",
         ),
-        Mutant("counts a run as one block", engine_kv.SessionKV, "blocks", "count * page", "page"),
+        Mutant(
+            "counts one block of all", engine_kv.SessionKV, "blocks", "in numbers)", "in sorted(numbers)[:1])"
+        ),
         Mutant(
             "counts no cross-attention", engine_kv.SessionKV, "beside", "None if self.closed", "None if True"
         ),

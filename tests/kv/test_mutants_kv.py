@@ -52,7 +52,7 @@ CAUGHT_BY = {
     "writes over a session": refusals.test_a_session_that_the_engine_holds_is_not_written_over,
     "makes a twin": refusals.test_a_session_that_the_engine_holds_is_not_written_over,
     "counts K alone": round_trip,
-    "counts a run as one block": round_trip,
+    "counts one block of all": round_trip,
     "counts no cross-attention": books.test_a_session_counts_its_blocks_and_no_others,
 }
 

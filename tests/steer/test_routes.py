@@ -189,7 +189,7 @@ def test_what_a_session_refuses_is_said_in_the_words_of_the_refusal(live):
 def test_a_worker_that_fails_is_named_without_the_words_of_its_error(live, monkeypatch):
     engine = FakeEngine(options={"http": True})
     engine.begin(SECRET)
-    monkeypatch.setattr(engine.managers[0], "listing", lambda: {}[SECRET])
+    monkeypatch.setattr(engine.managers[0], "inspect", lambda _: {}[SECRET])
     monkeypatch.setattr(engine.managers[0], "stats", lambda: {}[SECRET])
     server = live(engine=engine)
     for path in (SESSIONS, at(SECRET)):

@@ -37,7 +37,7 @@ class Leases:
         self.pins: dict[str, Lease] = {}
 
     def prepare(self, key: str, *, new: bool, count: bool = True) -> Lease | None:
-        """See ``SessionStateManager.prepare()``; ``count``: whether it counts as a hit or a miss."""
+        """See ``SessionStateManager.prepare()``, which tells; ``count``: whether it is a hit or a miss."""
         pin = Lease(key)
         try:
             if not self._prepared(pin, new=new, count=count):
@@ -48,8 +48,6 @@ class Leases:
         except BaseException:
             self.end(pin)
             raise
-        finally:
-            self._table.tell()
         return pin
 
     def _prepared(self, pin: Lease, *, new: bool, count: bool) -> bool:

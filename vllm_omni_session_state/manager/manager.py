@@ -177,7 +177,7 @@ class SessionStateManager:
                 if lease is None or not uses.take(lease):
                     lease = Lease(key)
                     uses.begin(key, lease)
-                self._table.tell()
+                    self._table.tell()  # of one that was prepared it has been told
                 yield lease.session
             finally:
                 if lease is not None:
@@ -213,7 +213,10 @@ class SessionStateManager:
         Raises:
             SessionRestoreFailedError: As for ``lease()``, and so the others.
         """
-        return self._uses.prepare(session_key(session_id), new=new)
+        try:
+            return self._uses.prepare(session_key(session_id), new=new)
+        finally:
+            self._table.tell()
 
     def give_back(self, session_id: str | None) -> None:
         """End the pin of a session, if ``prepare()`` made one and no lease has taken it over."""
@@ -229,10 +232,7 @@ class SessionStateManager:
         return self.capacity.send(session_key(session_id), until=until)
 
     def mark_stale(self, session_id: str | None) -> bool:
-        """Say that nobody has stepped a session for long: it may go when room is wanted. A use unmarks it.
-
-        Returns whether it is marked; one that is in use or not there is not.
-        """
+        """Say that an idle session may go when room is wanted, until it is used; whether it is marked now."""
         return self.capacity.eviction.mark(session_key(session_id))
 
     def expect_marks(self) -> None:
@@ -244,18 +244,17 @@ class SessionStateManager:
 
         Raises as ``prepare()``.
         """
-        pin = self._uses.prepare(session_key(session_id), new=False, count=False)
-        if pin is not None:
-            self._uses.end(pin)
-        self.capacity.enforce()
-        self._table.tell()
+        try:
+            pin = self._uses.prepare(session_key(session_id), new=False, count=False)
+            if pin is not None:
+                self._uses.end(pin)
+            self.capacity.enforce()
+        finally:
+            self._table.tell()
         return (session := self.peek(session_id)) is not None and not session.parked
 
     def begin_restore(self, session_id: str | None) -> bool:
-        """Read a session on the disk into host memory in the background: its step is near.
-
-        Returns whether it is read. Few are at once, beside ``host_budget``.
-        """
+        """Read a session on the disk in the background, as its step is near; whether it is being read."""
         return self.offloader.begin(session_key(session_id))
 
     def settle(self, session: SessionState) -> None:

@@ -190,7 +190,6 @@ class Offloader(Tiers):
             if back:
                 self._discard(parked)
                 finished(functools.partial(self._lend, entry, lease))
-                self._table.tell()
             else:
                 self.arrive(entry)
         if failed is not None:
