@@ -146,14 +146,14 @@ def test_a_robot_that_comes_back_without_the_setting_starts_over(server):
 
 def test_more_sessions_at_once_than_one_are_all_freed(server):
     before = left(server)
-    robots = [server.robot(some_id()) for _ in range(6)]
+    robots = [server.robot(some_id()) for _ in range(3)]  # few: while one steps the others are silent
     for _ in range(STEPS):
         together(*(robot.step for robot in robots))
-    assert left(server).sessions == 6
+    assert left(server).sessions == 3
     together(*(robot.hang_up for robot in robots))
     after = left_in_the_end(server)
     assert nothing(after)
-    assert ends_between(before, after) == (6, 0)
+    assert ends_between(before, after) == (3, 0)
 
 
 @pytest.mark.skipif(not LONG, reason="another server, of vLLM-Omni alone: part of the long run")
