@@ -16,9 +16,7 @@ from vllm_omni_session_state.base.log import log_once
 from vllm_omni_session_state.manager.table import Table
 from vllm_omni_session_state.offload.host_tier import HostAllocation
 from vllm_omni_session_state.offload.parking import Parked
-from vllm_omni_session_state.state.session import Declaration, SessionState
-
-_NONE: frozenset[str] = frozenset()
+from vllm_omni_session_state.state.session import Declaration, SessionState, host_fields
 
 
 class Charge(NamedTuple):
@@ -45,7 +43,7 @@ def charge_session(session: SessionState, table: Table, declaration: Declaration
 
 def measure(session: SessionState, declaration: Declaration | None) -> Charge:
     """What a session holds now. Never raises: it runs after a forward's own body."""
-    device, host, engine, staged = session.parts(_NONE if declaration is None else declaration.host_fields)
+    device, host, engine, staged = session.parts(host_fields(declaration))
     # One role's lists may grow; lists of the other one beside them are walked as any value is.
     growing, still = (host, device) if host.lists else (device, host)
     still.values.extend(still.lists)
@@ -67,11 +65,9 @@ def measure(session: SessionState, declaration: Declaration | None) -> Charge:
             kind,
         )
     if declaration is not None:
-        reached = on_device.allocations
+        nbytes = on_device.nbytes
         if appended is not None and growing is device:
-            nbytes = sum(appended.log.nbytes_with((*reached, *appended.found)).values())
-        else:
-            nbytes = sum([each.nbytes for each in reached])
+            nbytes = sum(appended.log.nbytes_with((*on_device.allocations, *appended.found)).values())
         if nbytes > declaration.device_nbytes:
             log_once(
                 logging.WARNING,
